@@ -28,7 +28,7 @@ from rallypoint.server.intake import Intake
 from rallypoint.server.job import ServerJob
 from rallypoint.server.member import ListeningMember, Receive, Views
 from rallypoint.server.reducer import bad_replicas
-from rallypoint.worker.exchange.links import ServerLink
+from rallypoint.worker.exchange.links import Receiver, ServerLink
 
 # ---- The links from an aggregator to the servers of its view ----
 
@@ -126,8 +126,8 @@ class Upstream:
             link.close()
 
 
-class _FromServer:
-    """The `Receiver` of one link: puts whole versions into the inbox. Every method runs on that link's thread."""
+class _FromServer(Receiver):
+    """Puts the whole versions of one link into the inbox. Every method runs on that link's thread."""
 
     def __init__(
         self, server: Member, job: ServerJob, views: Views, put: Callable[[Event | None], None],
@@ -187,33 +187,6 @@ class _FromServer:
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None
-
-    # ---- what no server sends to who has no replica of its own ----
-
-    def rows(self, header: Header, data: bytearray) -> None:
-        raise ProtocolError(_strange(header.kind))
-
-    def words_arriving(self, header: Header) -> memoryview | None:
-        raise ProtocolError(_strange(header.kind))
-
-    def words_arrived(self, header: Header) -> None:
-        raise ProtocolError(_strange(header.kind))
-
-    def to_wait(self, replica: int, clock: int) -> None:
-        raise ProtocolError(_strange(Kind.WAIT))
-
-    def check_codec_state(self, header: Header) -> None:
-        raise ProtocolError(_strange(header.kind))
-
-    def codec_state(self, header: Header, data: bytearray) -> None:
-        raise ProtocolError(_strange(header.kind))
-
-    def codec_state_taken(self, header: Header) -> None:
-        raise ProtocolError(_strange(header.kind))
-
-
-def _strange(kind: Kind) -> str:
-    return f"a {kind.name} frame for an aggregator"
 
 
 # ---- Takes the events of an aggregator's inbox, asks the shell, and runs its effects on tensors and channels ----

@@ -12,7 +12,7 @@ from rallypoint.config import resolve
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.exchange.locked import WholeVector
-from rallypoint.worker.sources.hooks import GradientHooks, HostStaging
+from rallypoint.worker.sources.hooks import GradientHooks, Staging
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 
 CLIP = 0.01
@@ -64,7 +64,7 @@ def _contribution(wanted: Sequence[int] | None, accumulate: int) -> dict[int, to
     tensors = ModelTensors(model, config)
     shards = range(len(tensors.layout.shards))
     exchange = _Exchange(tensors.layout, shards if wanted is None else wanted)
-    hooks = GradientHooks(tensors, exchange, HostStaging(), clip=CLIP)  # type: ignore[arg-type]
+    hooks = GradientHooks(tensors, exchange, Staging(), clip=CLIP)  # type: ignore[arg-type]
     torch.manual_seed(5)
     for micro in range(accumulate):
         hooks.begin_backward(1.0, finite=lambda: True, last=micro == accumulate - 1)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from rallypoint.codec.spec import Bf16
+from rallypoint.config import resolve
 from rallypoint.core.optimizer import AdamW
 from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.net.pool import words_of_memory
+from rallypoint.worker.exchange import exchange
+from rallypoint.worker.exchange.locked import Rewound, WholeVector
 from rallypoint.worker.loop import session
-from rallypoint.worker.sources.hooks import CudaCopies, DeviceStaging, HostStaging
-from rallypoint.worker.tensors import weights_hash
+from rallypoint.worker.sources.hooks import CudaCopies, DeviceGradients, DeviceStaging, Staging
+from rallypoint.worker.tensors import ModelTensors, weights_hash
 
 PATIENCE_S = 30.0
 HELD = {"precision": "bf16", "memory.hold": "bf16"}
@@ -31,10 +37,16 @@ class LateCopies:
 
     def __init__(self) -> None:
         self.copies: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None]]] = []
-        self.made = self.count = 0
+        self.made = self.given = self.behind = 0
         self._lock = threading.Lock()
 
+    def now(self) -> Callable[[], None]:
+        self.given += 1
+        given = self.given
+        return lambda: setattr(self, "behind", max(self.behind, given))
+
     def copy(self, slot: torch.Tensor, values: torch.Tensor) -> None:
+        assert self.behind, "a copy that waits for nothing that the device computes"
         slot.fill_(torch.nan)
         self.copies.append((slot, weakref.ref(values)))  # who stages it holds it
 
@@ -107,10 +119,99 @@ def test_a_device_that_hangs_keeps_nobody_from_leaving(monkeypatch: pytest.Monke
 
 
 def test_a_loss_that_is_on_the_host_already_needs_no_stream() -> None:
-    """`criterion(model(x).cpu(), y)`, or a number that a wrapped optimizer was told."""
-    slot = torch.zeros((), dtype=torch.float64)
-    CudaCopies.copy(object.__new__(CudaCopies), slot, torch.tensor(1.5))
+    """`criterion(model(x).cpu(), y)`, or a number that a wrapped optimizer was told. Nor may it take the stream of the
+    model's GPU if it is on another one: that stream does not wait for it."""
+    slot, copies = torch.zeros((), dtype=torch.float64), object.__new__(CudaCopies)
+    copies._device = torch.device("cuda", 0)
+    copies.copy(slot, torch.tensor(1.5))
     assert slot.item() == 1.5
+
+
+def test_what_an_error_leaves_behind_holds_no_gradient() -> None:
+    """Neither what was written and has no `then`, nor what came after the error."""
+    staged, failures = staging(LateCopies())
+    gradients = [torch.ones(2) for _ in range(3)]
+    staged.write(torch.zeros(2), gradients[0], add=False)
+    staged.then(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    staged._thread.join(PATIENCE_S)
+    staged.write(torch.zeros(2), gradients[1], add=False)
+    staged.then(lambda: None)
+    staged.write(torch.zeros(2), gradients[2], add=False)
+    staged.close()
+    left = [weakref.ref(gradient) for gradient in gradients]
+    del gradients
+    gc.collect()
+    assert [found() for found in left] == [None] * 3
+    assert [type(error) for error in failures] == [ZeroDivisionError]
+
+
+# ---- a replica's gradients, and a server that is slow or gone ----
+
+
+class Replica:
+    """What the hooks use of `Exchange.replica`. Slots may be written once `free` is set, unless a view says `stale`."""
+
+    def __init__(self) -> None:
+        self.free, self.stale, self.sent = threading.Event(), False, list[int]()
+
+    def claim(self, shard: int) -> bool:
+        assert self.free.wait(PATIENCE_S)
+        if self.stale:
+            raise Rewound
+        return True
+
+    def filled(self, shard: int) -> None:
+        self.sent.append(shard)
+
+    def buffers_of(self, replica: int) -> list[Any]:
+        return []
+
+    def weigh(self, weight: float, *, finite: bool) -> None: ...
+    def computed(self) -> None: ...
+    def abandoned(self) -> None: ...
+
+
+@pytest.fixture
+def computed() -> Iterator[tuple[DeviceGradients, Replica, torch.nn.Module, LateCopies]]:
+    """A replica whose backward pass is over, though no slot is free yet."""
+    model, copies, replica = build(), LateCopies(), Replica()
+    tensors = ModelTensors(model, resolve({"replicas": 1, "steps": 1, "network.shard_bytes": 256}))
+    buffer = torch.full((tensors.layout.words,), torch.nan)
+    plane: Any = SimpleNamespace(
+        layout=tensors.layout, memory=WholeVector(tensors.layout, buffer), replica=replica, buffer=buffer,
+        check=lambda stale: None,
+    )  # fmt: skip
+    staged, failures = staging(copies)
+    source = DeviceGradients(tensors, plane, staged)
+    source.begin_backward(1.0, finite=lambda: True, last=True)
+    model(DATA.tensors[0]).square().mean().backward()  # returns: hooks only queue
+    source.end_backward()
+    assert not replica.free.is_set()
+    yield source, replica, model, copies
+    replica.free.set()
+    source.remove()
+    staged.close()
+    assert failures == []
+
+
+def test_no_hook_waits_for_a_slot_so_signals_are_seen(computed: Any) -> None:
+    source, replica, _, copies = computed
+    threading.Timer(0.05, replica.free.set).start()
+    source.end_replica(0)  # the main thread waits here, where it handles signals
+    shards = [shard for shard in source._exchange.layout.shards if shard.role == "parameters"]
+    assert sorted(replica.sent) == [shard.index for shard in shards]
+    assert len(copies.copies) == 6 < len(shards)  # one for each parameter, however many shards it lies in
+    assert not source._exchange.buffer[: shards[0].stop].isnan().any()
+
+
+def test_a_replica_that_is_stale_meanwhile_unwinds_on_the_main_thread(computed: Any) -> None:
+    source, replica, _, copies = computed
+    replica.stale = True
+    replica.free.set()
+    with pytest.raises(Rewound):
+        source.end_replica(0)
+    source.abandon()
+    assert (replica.sent, copies.copies) == ([], [])
 
 
 # ---- whole jobs ----
@@ -118,15 +219,31 @@ def test_a_loss_that_is_on_the_host_already_needs_no_stream() -> None:
 
 def build() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.GELU(), torch.nn.Linear(40, 3))
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 40), torch.nn.BatchNorm1d(40), torch.nn.GELU(), torch.nn.Linear(40, 3)
+    )
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, copies: LateCopies | None, **settings: Any) -> str:
+def trained(monkeypatch: pytest.MonkeyPatch, copies: LateCopies | None, stop: int = -1, **settings: Any) -> str:
+    """The hash of a model that a job has trained, which is stopped in step `stop`. `copies`: on this device."""
+    open_exchange = session.Job.open_exchange
+
     def of(device: torch.device, failed: Callable[[BaseException], None]) -> Any:
-        return HostStaging() if copies is None else DeviceStaging(copies, failed)
+        return Staging() if copies is None else DeviceStaging(copies, failed)
 
-    monkeypatch.setattr(session, "staging_for", of)
+    def pinned(job: session.Job, record: Any, config: Any, **how: Any) -> Any:
+        return open_exchange(job, record, config, **{**how, "pinned": copies is not None})
+
     model = build()
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "staging_for", of)
+        patch.setattr(session.Job, "open_exchange", pinned)
+        patch.setattr(exchange, "pinned_words", words_of_memory)
+        _train(model, stop, settings)
+    return weights_hash(model)
+
+
+def _train(model: torch.nn.Module, stop: int, settings: dict[str, Any]) -> None:
     with EmbeddedJob(servers=2) as job:
         run = job.train(model, DATA, **{
             "replicas": 3, "batch": 4, "steps": 6, "optimizer": AdamW(lr=1e-2), "network.shard_bytes": 256, **settings,
@@ -135,15 +252,19 @@ def trained(monkeypatch: pytest.MonkeyPatch, copies: LateCopies | None, **settin
             with micro:
                 x, y = micro.batch
                 micro.backward(F.cross_entropy(model(x).float(), y))
-    return weights_hash(model)
+            if micro.step == stop:
+                run.stop()
 
 
 @pytest.mark.parametrize("settings", [
     {}, {"clip": 1.0}, {"accumulate": 4, "batch": 8}, {"nonfinite": "skip"}, HELD,
-    {**HELD, "accumulate": 4, "batch": 8},
+    {**HELD, "accumulate": 4, "batch": 8}, {**HELD, "stop": 3}, {"codec": Bf16(), "down": Bf16(), "clip": 0.1},
 ], ids=str)  # fmt: skip
 def test_a_device_that_copies_late_changes_no_byte(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
-    """Of bf16 parameters too: autograd would add up micro-batches' gradients in bf16, a slot in fp32."""
+    """Of bf16 parameters too: autograd would add up micro-batches' gradients in bf16, a slot in fp32. Where bf16
+    travels, it is bf16 that is copied; but the last version comes raw."""
     copies = LateCopies()
     assert trained(monkeypatch, copies, **settings) == trained(monkeypatch, None, **settings)
     assert copies.made == len(copies.copies) > 0
+    types = {slot.dtype for slot, _ in copies.copies} - {torch.float64}  # (losses)
+    assert types == {torch.bfloat16 if settings.get("codec") or "memory.hold" in settings else torch.float32}

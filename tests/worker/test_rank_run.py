@@ -24,7 +24,7 @@ from rallypoint.worker.precision import Losses
 from rallypoint.worker.ranks.followers import Figures, Logged, OtherRanks, RankSaid
 from rallypoint.worker.ranks.run import RankJob, RankRun
 from rallypoint.worker.ranks.tensors import SpreadModel, in_order, layout_of
-from rallypoint.worker.sources.hooks import HostStaging
+from rallypoint.worker.sources.hooks import Staging
 
 
 class OneRank(RankGroup):
@@ -197,7 +197,7 @@ def test_another_whole_model_on_one_rank_is_refused() -> None:
         SpreadModel(Differ(), Net(), mesh)
 
 
-class Stopped(HostStaging):
+class Stopped(Staging):
     """A staging whose thread has ended with the first loss."""
 
     def __init__(self) -> None:

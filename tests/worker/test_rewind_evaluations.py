@@ -170,10 +170,10 @@ def test_a_roll_back_during_an_install_changes_no_byte(cluster: Cluster, undistu
         run = job.train(model, data, **SETTINGS)
         read = run._parts.tensors.read_from
 
-        def disturbed(vector: torch.Tensor) -> None:
+        def disturbed(*vectors: torch.Tensor) -> None:
             disturb.where = (run._exchange.step + 1, 0, 0)
             disturb()
-            read(vector)
+            read(*vectors)
 
         run._parts.tensors.read_from = disturbed  # type: ignore[method-assign]
         for micro in run:

@@ -69,9 +69,12 @@ def fp16_codec(scratch: Scratch | None = None) -> CastCodec:
     return CastCodec(1, torch.float16, scratch)
 
 
+BF16 = 2
+
+
 def bf16_codec(scratch: Scratch | None = None) -> CastCodec:
     """bfloat16: 2 bytes a word, fp32's range, code 2."""
-    return CastCodec(2, torch.bfloat16, scratch)
+    return CastCodec(BF16, torch.bfloat16, scratch)
 
 
 # ---- Small integers with one fp32 scale for each block: int8 and int4 ----

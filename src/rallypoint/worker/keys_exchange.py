@@ -111,8 +111,8 @@ class StoreIntake(Protocol):
         """Raise this error in whatever waits."""
 
 
-class KeyArrivals:
-    """The `Receiver` of all links of one store."""
+class KeyArrivals(Receiver):
+    """What arrives on all links of one store. Its values are raw."""
 
     def __init__(self, layout: Layout, config: JobConfig, heard: StoreIntake) -> None:
         self._layout, self._contributors, self._heard = layout, config.replicas, heard
@@ -167,29 +167,6 @@ class KeyArrivals:
         if header.step > self._most:
             raise ProtocolError(f"version {header.step} of shard {header.shard}, which has {self._most} at most")
         return self._layout.shards[header.shard]
-
-    # ---- what no server sends to a store ----
-
-    def decode(self, shard: int, payload: memoryview) -> None:
-        raise ProtocolError(f"an encoded value of shard {shard}: a store's values are raw")
-
-    def words_arriving(self, header: Header) -> memoryview | None:
-        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
-
-    def words_arrived(self, header: Header) -> None:
-        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
-
-    def state(self, header: Header, data: bytearray, server: str) -> None:
-        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
-
-    def check_codec_state(self, header: Header) -> None:
-        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
-
-    def codec_state(self, header: Header, data: bytearray) -> None:
-        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
-
-    def codec_state_taken(self, header: Header) -> None:
-        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
 
 
 # ---- What has arrived on a store's links goes to the machine, and to who has asked. See `StoreIntake` ----

@@ -349,16 +349,15 @@ class Placed:
     def swap(self, start: int, values: torch.Tensor, scratch: torch.Tensor) -> None:
         """Swap `values` (1-D fp32) with the part of a parameter that begins at word `start` of the vector.
 
-        `scratch` (1-D fp32, on the parameter's device) bounds how much is swapped at once. On a GPU the copies are
-        queued on the current stream, and `values` is pinned.
+        `scratch` (1-D fp32) bounds how much is swapped at once.
         """
         words, first = self.words(), start - self.entry.start
         for at in range(0, len(values), len(scratch)):
             there = values[at : at + len(scratch)]
             own, kept = words[first + at :][: len(there)], scratch[: len(there)]
             kept.copy_(own)
-            own.copy_(there, non_blocking=True)
-            there.copy_(kept, non_blocking=True)
+            own.copy_(there)
+            there.copy_(kept)
         if words.data_ptr() != self.tensor.data_ptr():  # not contiguous: `words` is a copy
             self.tensor.copy_(words.view(self.tensor.shape))
 
@@ -453,10 +452,12 @@ class ModelTensors:
         return vector
 
     @torch.no_grad()
-    def read_from(self, vector: torch.Tensor) -> None:
-        """Copy parameters and buffers from a flat fp32 CPU vector."""
-        for placed in (*self.parameters, *self.buffers):
+    def read_from(self, vector: torch.Tensor, buffers: torch.Tensor | None = None) -> None:
+        """Copy parameters from a flat CPU vector (fp32 or bf16), and buffers from `buffers` (fp32; None: the same)."""
+        for placed in self.parameters:
             placed.tensor.copy_(placed.of(vector), non_blocking=True)
+        for placed in self.buffers:
+            placed.tensor.copy_(placed.of(vector if buffers is None else buffers), non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the caller reuses the vector after this
 

@@ -20,9 +20,9 @@ from rallypoint.errors import NO_SNAPSHOT, JobAborted, ProtocolError, Rallypoint
 from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind
 from rallypoint.net.pool import bytes_of
 from rallypoint.store.record import ShardRecord, read_state
-from rallypoint.worker.exchange.links import Links
-from rallypoint.worker.exchange.locked import LockedShell, Rewound, memory_of
-from rallypoint.worker.exchange.pushes import CodecStates, Encoder, Pushes
+from rallypoint.worker.exchange.links import Links, Receiver
+from rallypoint.worker.exchange.locked import LockedShell, NarrowVector, Rewound, SlotMemory, memory_of
+from rallypoint.worker.exchange.pushes import CodecStates, Encoder
 
 # ---- What a version contains: parameters, or (AllReduce) the update for this worker's own optimizer ----
 
@@ -555,22 +555,25 @@ class WordPulls:
 _CODEC_HEAD = 4096  # bytes beside the values that a codec may need for a small shard
 
 
-class Arrivals:
-    """The `Receiver` of all links of one exchange. It has no mutable field of its own: its parts guard theirs."""
+class Arrivals(Receiver):
+    """What arrives on all links of one exchange. It has no mutable field of its own: its parts guard theirs."""
 
     def __init__(
-        self, layout: Layout, config: JobConfig, locked: LockedShell, pushes: Pushes, encoder: Encoder,
+        self, layout: Layout, config: JobConfig, locked: LockedShell, memory: SlotMemory, encoder: Encoder,
         codec_states: CodecStates | None, optimizer: ServerState, pulls: tuple[RowPulls, WordPulls],
     ) -> None:  # fmt: skip
         self._layout, self._replicas, self._rounds = layout, config.replicas, config.rounds
         self._most_updates = config.rounds * max(1, config.clocks("parameters"))  # of one shard
-        self._locked, self._pushes, self._encoder = locked, pushes, encoder
+        self._locked, self._memory, self._encoder = locked, memory, encoder
         self._codec_states, self._optimizer = codec_states, optimizer
+        self._landing = memory.landing
+        if isinstance(memory, NarrowVector):
+            self.decode = memory.take  # type: ignore[method-assign]
         self._begins = frozenset(shard.index for shard in layout.shards if optimizer.starts(shard))
         self._rows, self._words = pulls
         streamed = {s.index for s in layout.shards if config.streamed and s.role == "parameters"}
-        self._empty = pushes.in_place | streamed  # the shards whose versions have no bytes
-        self.landed = locked.landed
+        self._empty = memory.in_place | streamed  # the shards whose versions have no bytes
+        self.landed = locked.landed  # type: ignore[method-assign]
 
     # ---- versions ----
 
@@ -587,10 +590,10 @@ class Arrivals:
         lands = partial(self._optimizer.lands, shard.index, skips=bool(skips)) if self._optimizer.records else None
         if not self._locked.arriving(event, server, lands):
             return None
-        return memoryview(bytearray(nbytes)) if skips else self._pushes.slot(shard.index)
+        return memoryview(bytearray(nbytes)) if skips else self._landing(shard.index)
 
     def decode(self, shard: int, payload: memoryview) -> None:
-        self._encoder.decode(payload, self._pushes.words(shard))
+        self._encoder.decode(payload, self._memory.words(shard))
 
     def state(self, header: Header, data: bytearray, server: str) -> None:
         shard = self._shard(header)

@@ -19,10 +19,11 @@ import torch
 import xxhash
 
 from rallypoint.codec.build import ShardCodecStates
-from rallypoint.codec.spec import Raw
+from rallypoint.codec.spec import Bf16, Raw
 from rallypoint.config import JobConfig, audits_of, cadence_of, codec_of
 from rallypoint.core.layout import Layout, Shard, carried_in
 from rallypoint.core.optimizer import Sum
+from rallypoint.core.policy import Sync
 from rallypoint.core.protocol import Beat, GiveUp
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
@@ -41,6 +42,7 @@ from rallypoint.worker.exchange.links import ExchangeContext, Links
 from rallypoint.worker.exchange.locked import (
     InPlaceMemory,
     LockedShell,
+    NarrowVector,
     Rewound,
     ShardMemory,
     SlotMemory,
@@ -99,6 +101,13 @@ def _presum(config: JobConfig, layout: Layout, *, all_here: bool) -> tuple[froze
     nbytes = sum(layout.shards[shard].nbytes for shard in shards)
     copies = 32 if all_here else min(config.network.presum_bytes // max(1, nbytes), 32)
     return (shards if copies else frozenset(), config.replicas, 1 << copies)
+
+
+def travels_as_bf16(config: JobConfig, layout: Layout) -> bool:
+    """True if all parameters travel as bf16 both ways, and a worker needs no gradient in fp32 on the host."""
+    groups = {shard.group for shard in layout.shards if shard.role == "parameters"}
+    on_host = config.streamed or layout.tables or config.audit.fingerprints or not isinstance(config.sync, Sync)
+    return not on_host and all(codec == Bf16() for codec in (config.down, *(codec_of(config, one) for one in groups)))
 
 
 # ---- The upload of the weights, or states, that all workers start from ----
@@ -313,19 +322,23 @@ class Exchange:
 
     def __init__(
         self, layout: Layout, config: JobConfig, context: ExchangeContext, *, pinned: bool = False, early: bool = True,
-        in_place: InPlace | None = None,
+        in_place: InPlace | None = None, narrow: bool = False,
     ) -> None:  # fmt: skip
-        """`pinned`: the buffer is for a GPU. `early`: a forward pass may begin before all of its version is here."""
+        """`pinned`: the buffer is for a GPU. `early`: a forward pass may begin before all of its version is here.
+        `narrow`: slots may hold bf16, as it travels."""
         self.layout, self.me = layout, context.me
         self.in_place = in_place or InPlace()
         words = 0 if config.streamed else layout.words
-        self.buffer = pinned_words(words) if pinned else words_of_memory(words)
+        narrow = narrow and travels_as_bf16(config, layout)
+        self.buffer = pinned_words(words) if pinned and not narrow else words_of_memory(words)
         self.streamed, self.prefetch_bytes = config.streamed, config.memory.prefetch_bytes
         scarce = ShardMemory(layout, config.memory.prefetch_bytes, pinned=pinned) if config.streamed else None
-        self.memory: SlotMemory = scarce or (
-            InPlaceMemory(layout, self.buffer, self.in_place) if self.in_place.parameters
-            else WholeVector(layout, self.buffer)
-        )  # fmt: skip
+        self.memory: SlotMemory = scarce or WholeVector(layout, self.buffer)
+        if self.in_place.parameters:
+            self.memory = InPlaceMemory(layout, self.buffer, self.in_place)
+        if narrow:
+            halves = pinned_words(-(-words // 2)).view(torch.bfloat16)
+            self.memory = NarrowVector(layout, self.buffer, halves[:words])
         formats = ShardCodecStates(config)
         plan = worker_plan(
             config, layout, formats.among(layout), early=early, in_place=bool(self.in_place.parameters)
@@ -341,7 +354,7 @@ class Exchange:
         self.updates = 0
         self._closed = False  # guarded by `_adopting`
         self._evaluating = self.had_version = False
-        self._encoder = Encoder(layout, config)
+        self._encoder = Encoder(layout, config, narrow=narrow)
         self._links = Links(context, config, lambda: shell.number)
         self._pushes = Pushes(
             layout, self.memory, self._encoder, self._links, sent=locked.sent, queued=shell.machine.slots.is_queued,
@@ -359,7 +372,7 @@ class Exchange:
         self.words = WordPulls(locked, self._links, pinned=pinned)
         self.end, self.reaching, self.own_loop = JobEnd(locked), SaysReached(locked), OwnLoop(locked, self._links)
         self.arrivals = Arrivals(
-            layout, config, locked, self._pushes, self._encoder, codec_states, self._optimizer,
+            layout, config, locked, self.memory, self._encoder, codec_states, self._optimizer,
             (self.rows, self.words),
         )  # fmt: skip
 
@@ -520,7 +533,8 @@ class Exchange:
         push_initial(self.layout, self._links, view, self.check, max(0, self.holds), words, state)
 
     def begin_install(self, version: int) -> torch.Tensor | None:
-        """Return the buffer with the version in it (see `installing`). Nothing writes to it until `installed`.
+        """Return the vector with the version's parameters in it (see `installing`): the buffer, or one in bf16. Nothing
+        writes to it, or to the buffer, until `installed`.
 
         Returns None if the version has become stale, or if another one is to be installed: the job may have moved on.
         """
@@ -529,7 +543,7 @@ class Exchange:
                 return None
             self._optimizer.begin_install()
             self.updates = max(self._shell.machine.landed, default=version)
-        return self.buffer
+        return self.memory.whole() if isinstance(self.memory, NarrowVector) else self.buffer
 
     @property
     def installing(self) -> list[Shard] | None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rallypoint.config import JobConfig, audits_of, paces_by_port
 from rallypoint.core.protocol import Refused, expect
@@ -29,10 +29,11 @@ AGGREGATOR_SILENT_S = 2.0  # an aggregator gives a sign of life far more often: 
 _NOTHING = memoryview(b"")
 
 
-class Receiver(Protocol):
+class Receiver:
     """Gets what arrives on a link, and changes of the link itself. All methods run on the link's receiving thread.
 
-    A ProtocolError from any of them ends the link, and then the job with that message.
+    A ProtocolError from any of them ends the link, and then the job with that message: so do frames for a method that a
+    receiver leaves as it is here.
     """
 
     def arriving(self, header: Header, server: str) -> memoryview | None:
@@ -40,46 +41,62 @@ class Receiver(Protocol):
 
         ProtocolError for an impossible version.
         """
+        raise NotImplementedError
+
+    def landed(self, shard: int) -> None:
+        """The version that `arriving` accepted is complete."""
+        raise NotImplementedError
+
+    def link_up(self, server: Member) -> None:
+        """The link is connected (again)."""
+        raise NotImplementedError
+
+    def link_lost(self, server: Member, error: RallypointError) -> None:
+        """The link has ended and touches no slot any more. It will reconnect."""
+        raise NotImplementedError
+
+    def link_failed(self, server: Member, fault: Exception) -> None:
+        """A fault of our own has ended the link for good."""
+        raise NotImplementedError
 
     def decode(self, shard: int, payload: memoryview) -> None:
         """Decode the payload of the version that `arriving` accepted. ProtocolError if it cannot be read."""
+        raise ProtocolError(f"an encoded value of shard {shard}: here they are raw")
 
     def rows(self, header: Header, data: bytearray) -> None:
         """Take the rows that were pulled, or the answer that the server does not keep that version any more."""
+        raise _strange(header.kind)
 
     def words_arriving(self, header: Header) -> memoryview | None:
         """Return the bytes where words that were pulled belong; None to read and drop them. ProtocolError if they
         cannot be what was asked for."""
+        raise _strange(header.kind)
 
     def words_arrived(self, header: Header) -> None:
         """The words that were pulled are complete, or the answer is that the server does not keep that version."""
 
     def to_wait(self, replica: int, clock: int) -> None:
         """Report that a replica's next step must wait for replicas that are behind."""
+        raise _strange(Kind.WAIT)
 
     def state(self, header: Header, data: bytearray, server: str) -> None:
         """Take a shard's whole state, where workers hold states. ProtocolError if it cannot be read."""
+        raise _strange(header.kind)
 
     def check_codec_state(self, header: Header) -> None:
         """Raise ProtocolError unless this frame is a valid codec state of that shard, or says that there is none."""
+        raise _strange(header.kind)
 
     def codec_state(self, header: Header, data: bytearray) -> None:
         """Take a replica's codec state that was asked for. ProtocolError if it cannot be read."""
 
     def codec_state_taken(self, header: Header) -> None:
         """The server has confirmed the codec state that was sent."""
+        raise _strange(header.kind)
 
-    def landed(self, shard: int) -> None:
-        """The version that `arriving` accepted is complete."""
 
-    def link_up(self, server: Member) -> None:
-        """The link is connected (again)."""
-
-    def link_lost(self, server: Member, error: RallypointError) -> None:
-        """The link has ended and touches no slot any more. It will reconnect."""
-
-    def link_failed(self, server: Member, fault: Exception) -> None:
-        """A fault of our own has ended the link for good."""
+def _strange(kind: Kind) -> ProtocolError:
+    return ProtocolError(f"a {kind.name} frame, and there is nothing here that it could be for")
 
 
 class QueuedFrame(NamedTuple):
@@ -177,7 +194,7 @@ class ServerLink:
             if self._channel is None:
                 return
             header = Header(Kind.WANT, number, shard=shard, wants=wants(replica))
-            heapq.heappush(self._waiting, QueuedFrame((), next(self._numbers), header, _NOTHING, _nothing))
+            heapq.heappush(self._waiting, QueuedFrame((), next(self._numbers), header, _NOTHING, nothing))
         self._feed()
 
     def send_codec_state(self, header: Header, payload: memoryview | None = None) -> None:
@@ -338,8 +355,8 @@ class ServerLink:
             self._feed()
 
 
-def _nothing() -> None:
-    """For a request: it has no bytes that could be reused."""
+def nothing() -> None:
+    """For requests and rows: their bytes are not reused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,9 +14,13 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import Arriving, CodecEffect, Effect, Event, Land, Landed, Sent, Slot, Slots
+from rallypoint.errors import ProtocolError
 from rallypoint.net.pool import bytes_of
 from rallypoint.observe.waits import Progress, SharedCores, wait_until
 from rallypoint.optim import InPlace
+
+if TYPE_CHECKING:
+    from rallypoint.worker.exchange.pushes import LinkEffects
 
 # ---- The worker's shell under its lock, for the threads that change it and those that wait for a change ----
 #
@@ -44,16 +48,6 @@ class Rewound(BaseException):
     """
 
 
-class WorkerEffects(Protocol):
-    """Runs the effects that the shell returns."""
-
-    def run_locked(self, effect: CodecEffect) -> None:
-        """Run one effect on codec states, under the lock."""
-
-    def run(self, effects: Sequence[Effect]) -> None:
-        """Run all other effects, in order, without the lock."""
-
-
 class LockedShell:
     """The shell of one worker. `effects` runs its effects; `say` gets a sentence about each long wait.
 
@@ -61,7 +55,7 @@ class LockedShell:
     is given back.
     """
 
-    effects: WorkerEffects  # set once, before any link is opened
+    effects: LinkEffects  # set once, before any link is opened
 
     def __init__(
         self, shell: WorkerShell, say: Callable[[str], None], memory: ShardMemory | None = None,
@@ -224,42 +218,74 @@ class LockedShell:
 _MAPPED_BYTES = 128 << 10
 
 
-class SlotMemory(Protocol):
-    """Where the slots' bytes are. See `core/worker/slots.py` for who may touch which slot when.
-
-    `in_place`: the shards that a server of this process steps where they lie (`optim.InPlace`). Their slots are empty.
-    """
-
-    in_place: frozenset[int]
-
-    def part(self, shard: int) -> tuple[torch.Tensor, int]:
-        """A vector that holds the shard's slot (1-D fp32), and the word of the flat vector at which it begins."""
-
-    def words(self, shard: int) -> torch.Tensor:
-        """The shard's slot, 1-D fp32."""
-
-    def slot(self, shard: int) -> memoryview:
-        """The shard's slot as bytes."""
-
-
 class WholeVector:
-    """One vector: every slot has memory of its own all the time."""
+    """One vector: every slot has memory of its own all the time. See `core/worker/slots.py` for who may touch which
+    slot when."""
 
-    in_place: frozenset[int] = frozenset()
+    in_place: frozenset[int] = frozenset()  # the shards whose slots are empty: see `InPlaceMemory`
 
     def __init__(self, layout: Layout, buffer: torch.Tensor) -> None:
         self._shards, self._buffer, self._bytes = layout.shards, buffer, bytes_of(buffer)
 
     def part(self, shard: int) -> tuple[torch.Tensor, int]:
+        """A vector that holds the shard's slot (1-D fp32), and the word of the flat vector at which it begins."""
         return self._buffer, 0
 
     def words(self, shard: int) -> torch.Tensor:
+        """The shard's slot, 1-D fp32."""
         place = self._shards[shard]
         return self._buffer[place.start : place.stop]
 
     def slot(self, shard: int) -> memoryview:
+        """The shard's slot as bytes."""
         place = self._shards[shard]
         return self._bytes[place.start * 4 : place.stop * 4]
+
+    landing = slot  # where a version belongs that is not encoded
+
+
+class NarrowVector(WholeVector):
+    """One vector for a GPU and for parameters that travel as bf16: slots hold what travels, and what crosses its bus.
+
+    A version that comes raw, as the last one, lands in `buffer`, which also has the buffers' slots.
+    """
+
+    def __init__(self, layout: Layout, buffer: torch.Tensor, narrow: torch.Tensor) -> None:
+        super().__init__(layout, buffer)
+        self._narrow, self._narrow_bytes = narrow, bytes_of(narrow)
+        self.parameters = frozenset(shard.index for shard in layout.shards if shard.role == "parameters")
+        self._raw: set[int] = set()  # whose version has come raw
+
+    def part(self, shard: int) -> tuple[torch.Tensor, int]:
+        return (self._narrow, 0) if shard in self.parameters else super().part(shard)
+
+    def words(self, shard: int) -> torch.Tensor:
+        place = self._shards[shard]
+        return self._narrow[place.start : place.stop] if shard in self.parameters else super().words(shard)
+
+    def slot(self, shard: int) -> memoryview:
+        place = self._shards[shard]
+        return self._narrow_bytes[place.start * 2 : place.stop * 2] if shard in self.parameters else super().slot(shard)
+
+    def landing(self, shard: int) -> memoryview:
+        self._raw.add(shard)
+        return super().slot(shard)
+
+    def take(self, shard: int, payload: memoryview) -> None:
+        """A version has come in bf16. Raises ProtocolError for one of another size."""
+        slot = self.slot(shard)
+        if len(payload) != len(slot):
+            raise ProtocolError(f"a version of {len(payload)} bytes for shard {shard}: {len(slot)} were expected")
+        slot[:] = payload
+        self._raw.discard(shard)
+
+    def whole(self) -> torch.Tensor:
+        """The parameters of the version that has landed: bf16, or fp32 if any of them have come raw."""
+        if self._raw.isdisjoint(self.parameters):
+            return self._narrow
+        for shard in self.parameters - self._raw:
+            super().words(shard).copy_(self.words(shard))
+        return self._buffer
 
 
 class InPlaceMemory(WholeVector):
@@ -311,6 +337,8 @@ class ShardMemory:
     def slot(self, shard: int) -> memoryview:
         return bytes_of(self.words(shard))
 
+    landing = slot
+
     def has_room(self, slots: Slots) -> bool:
         """True if one more gradient may be written. Needs the exchange's lock."""
         return len(self._held) < self._most or len(slots.unsent) < self._most
@@ -321,6 +349,9 @@ class ShardMemory:
             memory = self._held.pop(shard)
             if len(self._free) < self._most:
                 self._free.append(memory)
+
+
+SlotMemory = WholeVector | ShardMemory
 
 
 def memory_of(words: int, *, pinned: bool = False) -> torch.Tensor:

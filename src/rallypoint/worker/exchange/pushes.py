@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from rallypoint.codec.base import Codec, NonFinitePayload, Scratch, Stateful, all_finite, decode_gradient, digest_of
+from rallypoint.codec.blocks import BF16
 from rallypoint.codec.build import CodecState, ShardCodecs, ShardCodecStates, build, build_stateless, dump, load
 from rallypoint.config import JobConfig, codec_of
 from rallypoint.core.layout import Layout, Shard, forward_ranks
@@ -39,8 +40,8 @@ from rallypoint.net.channel import Rank
 from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header, Kind, wants
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.optim import Pieces
-from rallypoint.worker.exchange.links import Links
-from rallypoint.worker.exchange.locked import LockedShell, Rewound, SlotMemory
+from rallypoint.worker.exchange.links import Links, nothing
+from rallypoint.worker.exchange.locked import LockedShell, NarrowVector, Rewound, SlotMemory
 
 # ---- A worker's side of compression: encodes gradients into payloads and decodes versions into slots ----
 
@@ -61,7 +62,8 @@ class Encoder:
     contribution that is sent again has the same bytes, and its residual is updated only once.
     """
 
-    def __init__(self, layout: Layout, config: JobConfig) -> None:
+    def __init__(self, layout: Layout, config: JobConfig, *, narrow: bool = False) -> None:
+        """`narrow`: contributions are in their slots as they travel."""
         self._layout, self._config = layout, config
         self._scratch = Scratch()
         self._lock = threading.Lock()  # guards the scratch memory and the codec states
@@ -69,7 +71,7 @@ class Encoder:
         # (shard, replica) -> (step, payload); None: it went raw
         self._kept: dict[tuple[int, int], tuple[int, Payload | None]] = {}
         self._decoders = threading.local()
-        self._pools = _pools(layout, ShardCodecs(config, self._scratch))
+        self._pools = [None] * len(layout.shards) if narrow else _pools(layout, ShardCodecs(config, self._scratch))
         self.raw = frozenset(shard for shard, pool in enumerate(self._pools) if pool is None)  # not encoded
 
     def encode(self, shard: int, step: int, replica: int, values: torch.Tensor) -> Payload | None:
@@ -317,8 +319,12 @@ class Pushes:
         self, layout: Layout, memory: SlotMemory, encoder: Encoder, links: Links, *, sent: Sent, queued: Queued,
         lock: threading.Condition, examines: bool = False,
     ) -> None:  # fmt: skip
+        narrow = memory.parameters if isinstance(memory, NarrowVector) else ()
         self._layout, self.in_place = layout, memory.in_place
-        self._nbytes = [0 if shard.index in self.in_place else shard.nbytes for shard in layout.shards]
+        self._nbytes = [
+            0 if shard.index in self.in_place else shard.nbytes >> (shard.index in narrow) for shard in layout.shards
+        ]  # fmt: skip
+        self._codes = [BF16 if shard.index in narrow else 0 for shard in layout.shards]  # of what is in the slots
         self.slot, self.words = memory.slot, memory.words
         self._encoder, self._links = encoder, links
         self._sent, self._queued, self._lock = sent, queued, lock
@@ -397,7 +403,7 @@ class Pushes:
         if (link := self._links.get(send.server)) is not None:
             columns = self._layout.shards[send.shard].columns
             whole = self._whole(decode_gradient(gradient, columns)[1].view(-1))
-            link.push(self._header(send, len(gradient), self.weight, whole=whole), gradient, sent=_nothing)
+            link.push(self._header(send, len(gradient), self.weight, whole=whole), gradient, sent=nothing)
         self._sent(send.shard, send.serial)  # the slot is not used: it is free at once
 
     def _whole(self, values: torch.Tensor | Pieces) -> bool:
@@ -407,12 +413,8 @@ class Pushes:
         return Header(
             Kind.PUSH, send.view, shard=send.shard, replica=send.replica, step=send.step, length=nbytes, weight=weight,
             flags=(0 if self._finite else NOT_FINITE) | (0 if whole else BAD_GRADIENT), base=send.base + send.count - 1,
-            wants=wants(send.wants),
+            wants=wants(send.wants), codec=self._codes[send.shard],
         )  # fmt: skip
-
-
-def _nothing() -> None:
-    """For rows: their bytes are not reused."""
 
 
 # ---- Runs the shell's effects on real links ----

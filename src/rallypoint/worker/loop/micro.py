@@ -102,7 +102,7 @@ class BufferVersions:
                 parts.tensors.read_shards_from(vector, [shard for shard in changed if shard.role == "buffers"])
             elif shards is None or not parts.alone:
                 parts.followers.install(version)
-                parts.tensors.read_from(vector)
+                parts.tensors.read_from(vector, exchange.buffer)
             else:
                 parts.tensors.read_shards_from(vector, shards)
         parts.source.installed(shards)
@@ -196,7 +196,7 @@ _PIECE = 1 << 16  # words that are swapped at once: they stay in a core's cache
 
 
 class EarlyForward:
-    """Installs a version while the forward pass that reads it runs.
+    """Installs a version while the forward pass that reads it runs, on a CPU.
 
     Main thread only, but for `enter`, and for what reads late parameters: a model may run its modules in threads.
 
@@ -220,7 +220,7 @@ class EarlyForward:
         self._all = [shard.index for shard in layout.shards]
         self._buffer_shards = [shard.index for shard in layout.shards if shard.role == "buffers"]
         self._parts_in = [parts.tensors.parts_in(shard) for shard in layout.shards]
-        self._scratch = torch.empty(min(_PIECE, layout.words), dtype=torch.float32, device=parts.tensors.device)
+        self._scratch = torch.empty(min(_PIECE, layout.words), dtype=torch.float32, device="cpu")
         self._starts = self._runs = False
         self._lock = threading.RLock()  # one thread installs at a time, and may wait for shards meanwhile
         self._in_model: dict[int, None] = {}  # the shards that the model holds of the version, in the order of need
@@ -295,7 +295,6 @@ class EarlyForward:
             self._why_not = f"parameter {name} is read by something that gets a copy of it, such as torch.func"
             raise Rewound
         self._install(self._all)
-        self._synchronize()
         self._forward.installed()
         self._forward.learn(list(self._in_model))
         self._end()
@@ -307,7 +306,6 @@ class EarlyForward:
         self._starts = False
         if self._runs:
             self._swap(self._swapped)
-            self._synchronize()
             self._end()
             with temporarily_clear_interpreter_stack():  # as in `_swap`
                 self._versions.restore_buffers()
@@ -356,11 +354,6 @@ class EarlyForward:
                     before = placed.tensor._version
                     placed.swap(start, buffer[start:stop], self._scratch)
                     self._guard.wrote(placed.tensor, placed.tensor._version - before)
-
-    def _synchronize(self) -> None:
-        """Wait for the swaps of a GPU: links write to the slots after this."""
-        if self._tensors.device.type == "cuda":
-            torch.cuda.current_stream(self._tensors.device).synchronize()
 
 
 def _read_unseen(parts: Parts) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -25,22 +25,6 @@ from rallypoint.worker.tensors import ModelTensors, Placed
 # ---- The optimizer steps with the mean gradient; its state can be uploaded and loaded ----
 
 
-class Stepper(Protocol):
-    """Steps the model's own parameters; its state can be written to shard records and loaded from them."""
-
-    def step(self, step: int) -> None:
-        """Make update number `step` (from 0) with the gradients in ``.grad``."""
-
-    def settings_digest(self) -> str:
-        """Return a digest of all settings, which the coordinator compares at each step; "" if workers cannot differ."""
-
-    def state_in(self, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """Return the part of the state in this shard: new 1-D CPU tensors by name, and numbers by name."""
-
-    def load(self, states: Mapping[int, ShardRecord]) -> None:
-        """Load the state from the records of all shards of parameters."""
-
-
 class WorkerOptimizer:
     """A model and its optimizer's state, equal on all workers at the same `version` (-1: before the first).
 
@@ -48,12 +32,12 @@ class WorkerOptimizer:
     gradient gets a gradient of zeros, as in every mode. All methods are called on the main thread.
     """
 
-    def __init__(self, tensors: ModelTensors, stepper: Stepper) -> None:
+    def __init__(self, tensors: ModelTensors, stepper: SpecifiedStepper | OwnStepper) -> None:
         self.version = -1
         self._tensors, self._stepper = tensors, stepper
 
     def settings_digest(self) -> str:
-        """Return a digest of the optimizer's settings; see `Stepper.settings_digest`."""
+        """Return a digest of the optimizer's settings; see `OwnStepper.settings_digest`."""
         return self._stepper.settings_digest()
 
     def install(
@@ -202,6 +186,8 @@ _heads = msgspec.msgpack.Decoder(_Head)
 
 class OwnStepper:
     """Steps `optimizers`, which together hold each trained parameter once, and then `schedules`.
+
+    `state_in` and `load` write the state of a shard to its record and read it, as those of `SpecifiedStepper` do.
 
     Raises ConfigError when they hold other parameters, or a state that no shard record can hold: a parameter's state
     must be a dict of tensors and plain data. Main thread only.

@@ -52,7 +52,7 @@ from rallypoint.worker.loop.guard import Parts
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worker_optimizer
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.membership import TOO_LATE, DataPlane, MemberMessages, Sharing, Stopping
-from rallypoint.worker.ranks.followers import NoFollowers
+from rallypoint.worker.ranks.followers import RankFollowers
 from rallypoint.worker.ranks.run import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
 from rallypoint.worker.ranks.watch import cause_of, watch_of
@@ -213,7 +213,7 @@ class Job(MemberMessages):
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange, source=source,
             staging=self._staging, coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads,
             say=self._say, reports=self._reports, optimizer=optimizer, stopping=self._stopping,
-            followers=NoFollowers() if lead is None else lead.followers, leases=lead is None and record.leases,
+            followers=RankFollowers() if lead is None else lead.followers, leases=lead is None and record.leases,
             decides_not=record.refusal_of({Feature.DECIDES, *of_ranks}),
             streamed=streamed_for(
                 model, tensors, exchange, FirstValues(model, tensors, made, config.seed, init), self._say
@@ -245,15 +245,17 @@ class Job(MemberMessages):
         """Propose `record`, wait until the job begins (or let this worker join it), and connect to every server.
 
         `early`: forward passes may begin before all of their version is here, if the settings allow it; not on a GPU
-        (`pinned`), where that takes thousands of small copies on the stream that computes. This is the data plane under
-        `train`, without a model: `benchmarks/reduce.py` measures it.
+        (`pinned`), where that takes thousands of small copies on the stream that computes: there slots may be in bf16.
+        This is the data plane under `train`, without a model: `benchmarks/reduce.py` measures it.
         """
         self._propose(record)
         cores = None if pinned else self._cores  # a GPU computes meanwhile
         context = ExchangeContext(self._link.credentials, self._transport, self._tracer, self._report_wait, cores)
         in_place = self._in_place or InPlace()
-        early = early and not pinned and cores is None and not in_place.parameters
-        self._exchange = Exchange(record.layout, config, context, pinned=pinned, early=early, in_place=in_place)
+        narrow, early = pinned and early, early and not pinned and cores is None and not in_place.parameters
+        self._exchange = Exchange(
+            record.layout, config, context, pinned=pinned, early=early, in_place=in_place, narrow=narrow
+        )  # fmt: skip
         self._exchange.reaching.to = lambda generation, version: self._link.send(Reached(version, generation))
         self._begin(self._exchange)
         return self._exchange

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 import torch
@@ -132,8 +131,8 @@ LEFT_LOOP = (
 )
 
 
-class RankFollowers(Protocol):
-    """What the other ranks must hear of, each before the leader does it."""
+class RankFollowers:
+    """What the other ranks must hear of, each before the leader does it. In a worker of one process nobody hears it."""
 
     def install(self, version: int) -> None:
         """A version is going to be copied to all ranks."""
@@ -149,56 +148,25 @@ class RankFollowers(Protocol):
 
     def figures(self, loss: float, weight: float, logged: Logged) -> tuple[float, float, dict[str, float]]:
         """Return the replica's loss, weight and logged figures, given this rank's."""
+        return loss, weight, logged.means()
 
     def stop(self) -> str | None:
         """Return the reason why another rank's script wants to stop the job, once; None: none wants to."""
+        return None
 
     def evaluate(self, step: int, due: int) -> None:
         """The evaluations whose bits are set in `due` are going to be run."""
 
     def result(self, values: Values) -> Values:
         """One of them has ended: return its result, given this rank's."""
+        return values
 
     def end(self, *, gone: bool, leads: bool) -> None:
         """The loop is over; `gone`: because this worker was told to leave; `leads`: it is the one that saves."""
 
 
-class NoFollowers:
-    """The `RankFollowers` of a worker of one process."""
-
-    def install(self, version: int) -> None:
-        """Does nothing."""
-
-    def compute(self, round: int, replica: int) -> None:
-        """Does nothing."""
-
-    def micro(self, *, has_loss: bool) -> None:
-        """Does nothing."""
-
-    def agree(self, losses: Losses, weights: Sequence[float], logged: Logged) -> None:
-        """Does nothing."""
-
-    def figures(self, loss: float, weight: float, logged: Logged) -> tuple[float, float, dict[str, float]]:
-        """Return what was given."""
-        return loss, weight, logged.means()
-
-    def stop(self) -> str | None:
-        """Return None."""
-        return None
-
-    def evaluate(self, step: int, due: int) -> None:
-        """Does nothing."""
-
-    def result(self, values: Values) -> Values:
-        """Return what was given."""
-        return values
-
-    def end(self, *, gone: bool, leads: bool) -> None:
-        """Does nothing."""
-
-
-class OtherRanks:
-    """The `RankFollowers` of a group's leader."""
+class OtherRanks(RankFollowers):
+    """The followers of a group's leader."""
 
     def __init__(self, group: RankGroup, figures: Figures) -> None:
         self._group, self._figures = group, figures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 from rallypoint.config import JobConfig, group_of, matrices_of, ranks_of
 from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
 from rallypoint.core.ranks import HeldTensor, Spread, check_shared, spread_over
-from rallypoint.core.view import ViewNumber
 from rallypoint.data.dataset import MapDataset
 from rallypoint.data.identity import identity_of
 from rallypoint.errors import DataError, ModelError
@@ -31,7 +30,7 @@ from rallypoint.parallel import (
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.ranks.followers import GRADIENTS, Figures
-from rallypoint.worker.sources.hooks import WaitsForVersions
+from rallypoint.worker.sources.hooks import DeltaSource
 from rallypoint.worker.tensors import ModelTensors, Placed, check_apart, check_kept, hash_of
 
 # ---- A model that is spread over the ranks of one worker, on each of them ----
@@ -232,7 +231,7 @@ class LeaderTensors(ModelTensors):
         self._spread.collect_value(tensor, whole)
         return Placed(whole, entry).words()
 
-    def read_from(self, vector: torch.Tensor) -> None:
+    def read_from(self, vector: torch.Tensor, buffers: torch.Tensor | None = None) -> None:
         """Copy parameters and buffers from a flat fp32 CPU vector to all ranks, which have been told of it."""
         self._last = "", torch.empty(0, dtype=torch.float32, device="cpu")
         self.at("handing a version out to the other ranks")
@@ -258,8 +257,8 @@ def in_order(spread: SpreadModel, layout: Layout) -> list[tuple[Entry, Spread]]:
 # ---- The leader's contributions: after a replica's last micro-batch, its gradient comes from all ranks ----
 
 
-class RankGradients(WaitsForVersions):
-    """The gradient as contribution, of a worker of several ranks; see `DeltaSource`.
+class RankGradients(DeltaSource):
+    """The gradient as contribution, of a worker of several ranks.
 
     Gradients stay on the ranks until the replica's end: a script's pipeline schedule may run several backward passes,
     and nobody may be unwound alone in the middle of a collective. A replica that has become stale is computed to its
@@ -273,30 +272,6 @@ class RankGradients(WaitsForVersions):
             [layout.shards[index] for index in layout.shards_touching(entry.start, entry.stop)] if spread.pieces else []
             for entry, spread in tensors.spread
         ]
-
-    def remove(self) -> None:
-        """Does nothing: the model has no hooks."""
-
-    def installed(self, shards: Sequence[Shard] | None) -> None:
-        """Does nothing: the servers hold the optimizer, so no version is kept here."""
-
-    def show_version(self) -> None:
-        """Does nothing: the model always holds the version."""
-
-    def begin_replica(self, round: int, replica: int, generation: ViewNumber) -> None:
-        """Does nothing: the model holds the version that every replica starts from."""
-
-    def begin_step(self, step: int) -> None:
-        """Does nothing: a round is one step."""
-
-    def begin_backward(self, weight: float, *, finite: Callable[[], bool], last: bool) -> None:
-        """Does nothing: gradients are read when the replica ends."""
-
-    def end_backward(self) -> None:
-        """Does nothing: see `begin_backward`."""
-
-    def end_step(self, *, finite: Callable[[], bool]) -> None:
-        """Does nothing: see `begin_backward`."""
 
     def end_replica(self, replica: int) -> None:
         """Collect the gradients of all ranks, and the buffers if this replica contributes them, and send them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -18,17 +19,18 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ModelError, UsageError
 from rallypoint.optim import Pieces
 from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.tensors import ModelTensors, Placed
 
 # ---- The interface of a mode's worker side: it makes the contributions of one replica after the other ----
 
 
-class DeltaSource(Protocol):
+class DeltaSource:
     """The worker's side of a mode, between two versions. All methods are called on the main thread.
 
     Calls for each replica: `begin_replica`; for each step of the round `begin_step`, then for each micro-batch
     `begin_backward`, the backward pass and `end_backward`, then `end_step`; at last `end_replica`. Or, at any point,
-    `abandon`.
+    `abandon`. What a mode has no use for does nothing.
     """
 
     def install(self) -> None:
@@ -42,9 +44,11 @@ class DeltaSource(Protocol):
 
     def may_go_ahead(self, round: int, replica: int, generation: ViewNumber) -> bool:
         """True if the replica can compute this round's first `steps_ahead` steps before its version is here."""
+        return False
 
     def resume_replica(self, round: int, replica: int) -> None:
         """The version is here: continue the round of a replica that has gone ahead."""
+        raise AssertionError(f"replica {replica} has not gone ahead in round {round}")
 
     def begin_replica(self, round: int, replica: int, generation: ViewNumber) -> None:
         """Begin a replica's round: load what that replica starts from into the model.
@@ -75,25 +79,14 @@ class DeltaSource(Protocol):
 
         Raises Rewound when what was computed is stale.
         """
+        raise NotImplementedError
 
     def abandon(self) -> None:
         """The replica in progress is stale: drop its work."""
+        raise NotImplementedError
 
     def remove(self) -> None:
         """The run is over: take every hook off the model."""
-
-
-class WaitsForVersions:
-    """A source whose replicas start each round from the round's version, so none of them goes ahead."""
-
-    def install(self) -> None:
-        """Does nothing: the model holds no values that must be saved."""
-
-    def may_go_ahead(self, round: int, replica: int, generation: ViewNumber) -> bool:
-        return False
-
-    def resume_replica(self, round: int, replica: int) -> None:
-        raise AssertionError(f"replica {replica} has not gone ahead in round {round}")
 
 
 def send_buffers(tensors: ModelTensors, exchange: Exchange, replica: int) -> None:
@@ -118,18 +111,26 @@ def send_buffers(tensors: ModelTensors, exchange: Exchange, replica: int) -> Non
 # ---- How a gradient gets into its slot: in place on a CPU; on a GPU through pinned memory on a side stream ----
 
 
-class Staging(Protocol):
-    """Copies gradients into slots."""
+class Staging:
+    """Copies gradients into slots: in CPU memory, at once.
 
-    eager: bool
-    """True: every micro-batch's gradient is added into the slot at once and freed. False: autograd accumulates on the
-    device, and only the last micro-batch's hook writes."""
+    Attributes:
+        eager: True: every micro-batch's gradient is added into the slot at once and freed. False: autograd accumulates
+            on the device, and only the last micro-batch's hook writes.
+    """
+
+    eager = True
 
     def write(self, slot: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
-        """Copy (or add) `gradient` into `slot`, a CPU fp32 view of the same shape."""
+        """Copy (or add) `gradient` into `slot`, a CPU view of the same shape."""
+        if add:
+            slot.add_(gradient)
+        else:
+            slot.copy_(gradient)
 
     def then(self, call: Callable[[], None]) -> None:
         """Run `call` once everything written so far is in its slot."""
+        call()
 
     def drain(self) -> None:
         """Wait until every `then` so far has run."""
@@ -138,29 +139,11 @@ class Staging(Protocol):
         """End any thread."""
 
 
-class HostStaging:
-    """Gradients in CPU memory: a copy, or an addition, in place."""
-
-    eager = True
-
-    def write(self, slot: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
-        if add:
-            slot.add_(gradient)
-        else:
-            slot.copy_(gradient)
-
-    def then(self, call: Callable[[], None]) -> None:
-        call()
-
-    def drain(self) -> None:
-        """Does nothing: every copy is complete when `write` returns."""
-
-    def close(self) -> None:
-        """Does nothing: there is no thread."""
-
-
 class DeviceCopies(Protocol):
-    """Copies from a device to the host, each behind what the device computes at that moment."""
+    """Copies from a device to the host, one after the other, beside what the device computes."""
+
+    def now(self) -> Callable[[], None]:
+        """Return what makes copies that begin later wait for all that this thread has given the device so far."""
 
     def copy(self, slot: torch.Tensor, values: torch.Tensor) -> None:
         """Begin to copy `values`, which must live until the copy is complete."""
@@ -170,16 +153,19 @@ class DeviceCopies(Protocol):
 
 
 class CudaCopies:
-    """`DeviceCopies` on a side stream. What is on the host already (a loss, say) is copied at once."""
+    """`DeviceCopies` on a side stream. What is elsewhere (a loss on the host, or on another GPU) is copied at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    def now(self) -> Callable[[], None]:
+        event = torch.cuda.current_stream(self._device).record_event()
+        return partial(self._stream.wait_event, event)
+
     def copy(self, slot: torch.Tensor, values: torch.Tensor) -> None:
-        if not values.is_cuda:
+        if values.device != self._device:
             slot.copy_(values)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             slot.copy_(values, non_blocking=True)
 
@@ -192,10 +178,12 @@ class CudaCopies:
 _CLOSES_WITHIN_S = 10.0  # a device that hangs keeps nobody from leaving the job
 
 
-class DeviceStaging:
+class DeviceStaging(Staging):
     """Copies gradients from a device to pinned slots while backward continues.
 
-    A thread waits for the copies, in order, and then runs what `then` was given. `failed` gets an error of that thread.
+    A thread does what it is given, in order: calls of `soon`, which may `write`, and calls of `then`, each after its
+    copies. `failed` gets an error of that thread. Only one other thread writes, and not while calls of `soon` are left.
+
     Gradients are held until their copies are complete, and no longer: `record_stream` would hold them until the
     allocator looks, and torch.compile's "reduce-overhead" does not allow it.
     """
@@ -207,11 +195,17 @@ class DeviceStaging:
         self._copied: list[torch.Tensor] = []  # since the last `then`
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], list[torch.Tensor], Callable[[], None]] | None]
         self._queue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait_for_copies, name="device to host", daemon=True)
+        self._thread = threading.Thread(target=self._do_all, name="device to host", daemon=True)
         self._thread.start()
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Have the thread run `call`, which may wait. It writes what this thread has given the device so far."""
+        self._queue.put((self._copies.now(), [], call))
 
     def write(self, slot: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
         assert not add, "a device accumulates in .grad"
+        if threading.current_thread() is not self._thread:  # else `soon` has seen to that
+            self._copies.now()()
         self._copied.append(gradient)
         self._copies.copy(slot, gradient)
 
@@ -221,7 +215,7 @@ class DeviceStaging:
 
     def drain(self) -> None:
         drained = threading.Event()
-        self.then(drained.set)
+        self.soon(partial(self.then, drained.set))  # behind what the calls before it stage
         while not drained.wait(1.0):
             if not self._thread.is_alive():
                 return  # the thread failed and has reported it
@@ -229,8 +223,9 @@ class DeviceStaging:
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join(_CLOSES_WITHIN_S)
+        self._let_go()
 
-    def _wait_for_copies(self) -> None:
+    def _do_all(self) -> None:
         while (item := self._queue.get()) is not None:
             wait, copied, call = item
             try:
@@ -239,13 +234,22 @@ class DeviceStaging:
                 call()
             except Exception as error:  # the main thread raises it
                 self._failed(error)
+                self._let_go()
                 return
             del item, wait, call  # the next one may be long in coming
+
+    def _let_go(self) -> None:
+        """Nothing is copied any more: hold no gradient."""
+        self._copied = []
+        with suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
+        self._queue.put(None)
 
 
 def staging_for(device: torch.device, failed: Callable[[BaseException], None]) -> Staging:
     """Return the staging for a model on `device`."""
-    return DeviceStaging(CudaCopies(device), failed) if device.type == "cuda" else HostStaging()
+    return DeviceStaging(CudaCopies(device), failed) if device.type == "cuda" else Staging()
 
 
 # ---- Tables: a model's embeddings whose rows stay on the servers ----
@@ -360,7 +364,7 @@ def parts_of(layout: Layout, table: int) -> list[Shard]:
 # ---- Gradients during backward: a hook per parameter fills slots; each shard is sent when it is complete ----
 
 
-class GradientHooks(WaitsForVersions):
+class GradientHooks(DeltaSource):
     """The gradient as contribution: post-accumulate-grad hooks on every trained parameter of a model.
 
     A parameter without a gradient at the end of the replica contributes zeros, so no server waits for it.
@@ -400,18 +404,6 @@ class GradientHooks(WaitsForVersions):
             handle.remove()
         self._tables.remove()
 
-    def installed(self, shards: Sequence[Shard] | None) -> None:
-        """Does nothing: the servers hold the optimizer, so no version is kept here."""
-
-    def show_version(self) -> None:
-        """Does nothing: the model always holds the version."""
-
-    def begin_replica(self, round: int, replica: int, generation: ViewNumber) -> None:
-        """Does nothing: the model holds the version that every replica starts from."""
-
-    def begin_step(self, step: int) -> None:
-        """Does nothing: a round is one step."""
-
     def begin_backward(self, weight: float, *, finite: Callable[[], bool], last: bool) -> None:
         """Begin a backward pass. With `last`, shards are sent as they become complete."""
         self._last, self._in_backward = last, True
@@ -422,9 +414,6 @@ class GradientHooks(WaitsForVersions):
     def end_backward(self) -> None:
         """Stop the hooks: from here on gradients stay in `.grad` for the script."""
         self._in_backward = False
-
-    def end_step(self, *, finite: Callable[[], bool]) -> None:
-        """Does nothing: the gradient is already on its way."""
 
     def end_replica(self, replica: int) -> None:
         """Send what is left after the last backward, and the buffers to which this replica contributes."""
@@ -464,14 +453,21 @@ class GradientHooks(WaitsForVersions):
         def hook(parameter: torch.Tensor) -> None:
             if not self._in_backward or (parameter.grad is None and _got_nothing(parameter)):
                 return
-            if self._last or self._staging.eager:
-                self._write(index, placed, parameter)
+            if self._last:
+                gradient = self._taken(index, placed, parameter)
+                self._done.add(index)
+                self._whole_gradient(index, placed, gradient)
+            elif self._staging.eager:
+                self._write(index, placed, self._taken(index, placed, parameter))
             elif parameter.dtype is not torch.float32:
                 self._widen(index, parameter)
-            if self._last:
-                self._release(index)
 
         return hook
+
+    def _whole_gradient(self, index: int, placed: Placed, gradient: torch.Tensor) -> None:
+        """A hook has the replica's last gradient of a parameter."""
+        self._write(index, placed, gradient)
+        self._release(index, keeps=True)
 
     def _widen(self, index: int, parameter: torch.Tensor) -> None:
         """Add up micro-batches' gradients in fp32, as a slot does: autograd would in the parameter's own type."""
@@ -480,8 +476,9 @@ class GradientHooks(WaitsForVersions):
         self._wide[index] = self._wide[index].add_(gradient) if index in self._wide else gradient
         parameter.grad = None
 
-    def _write(self, index: int, placed: Placed, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
+    def _taken(self, index: int, placed: Placed, parameter: torch.Tensor) -> torch.Tensor:
+        """Take the gradient off the parameter: its memory is free as soon as it is in its slot."""
+        gradient, parameter.grad = parameter.grad, None
         if (before := self._wide.pop(index, None)) is not None:
             gradient = before if gradient is None else before.add_(gradient)
         if gradient is None:
@@ -497,30 +494,29 @@ class GradientHooks(WaitsForVersions):
                 f"parameter {placed.entry.spec.name} got a gradient twice in one backward (reentrant checkpointing?): "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
-        self._store(index, placed, gradient)
+        return gradient
+
+    def _write(self, index: int, placed: Placed, gradient: torch.Tensor) -> None:
+        for slot, part in self._places(index, placed):
+            if part is not None and gradient.dim() != 1:
+                gradient = gradient.reshape(-1)
+            self._staging.write(slot, gradient if part is None else gradient[part], add=index in self._touched)
         self._touched.add(index)
-        parameter.grad = None  # it is in its slot now: free the memory for the rest of the backward
 
-    def _store(self, index: int, placed: Placed, gradient: torch.Tensor) -> None:
-        for slot, part in self._pieces(index, placed, gradient):
-            self._staging.write(slot, part, add=index in self._touched)
-
-    def _pieces(
-        self, index: int, placed: Placed, gradient: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the parameter's gradient for each shard that needs it: the destination, and the values."""
+    def _places(self, index: int, placed: Placed) -> Iterator[tuple[torch.Tensor, slice | None]]:
+        """Yield where the parameter's gradient belongs for the shards that need it, and which words of it; None: all of
+        it at once, in its shape."""
         shards, entry = self._shards_of[index], placed.entry
-        flat = gradient.reshape(-1) if len(shards) > 1 else gradient
-        for shard in shards:
-            if (target := self._target(shard)) is None:
-                continue
-            vector, first = target
-            if len(shards) == 1:
-                yield placed.of_part(vector, first), gradient
-                return
-            place = self._exchange.layout.shards[shard]
-            start, stop = max(entry.start, place.start), min(entry.stop, place.stop)
-            yield vector[start - first : stop - first], flat[start - entry.start : stop - entry.start]
+        targets = list(map(self._target, shards))
+        if len(targets) == 1 or len({target and id(target[0]) for target in targets}) == 1:  # in one vector, or nowhere
+            if (target := targets[0]) is not None:
+                yield placed.of_part(*target), None
+            return
+        for shard, target in zip(shards, targets, strict=True):
+            if target is not None:
+                place, (vector, first) = self._exchange.layout.shards[shard], target
+                start, stop = max(entry.start, place.start), min(entry.stop, place.stop)
+                yield vector[start - first : stop - first], slice(start - entry.start, stop - entry.start)
 
     def _target(self, shard: int) -> tuple[torch.Tensor, int] | None:
         """The vector that a shard's gradient is written to, and the flat vector's word at which it begins."""
@@ -538,8 +534,8 @@ class GradientHooks(WaitsForVersions):
             self._claimed[shard] = self._exchange.replica.claim(shard)
         return self._claimed[shard]
 
-    def _release(self, index: int) -> None:
-        self._done.add(index)
+    def _release(self, index: int, *, keeps: bool) -> None:
+        """A parameter's gradient is written. `keeps`: the shard that is complete last waits for `end_replica`."""
         for shard in self._shards_of[index]:
             self._left[shard] -= 1
             if self._left[shard]:
@@ -548,7 +544,7 @@ class GradientHooks(WaitsForVersions):
             if self._clip is not None:
                 self._whole.append(shard)
             elif self._claimed[shard]:
-                if self._open or not self._in_backward:
+                if self._open or not keeps:
                     self._send(shard)
                 else:
                     self._kept = shard
@@ -581,11 +577,11 @@ class GradientHooks(WaitsForVersions):
 
     def _finish_unused(self, index: int, placed: Placed) -> None:
         if placed.tensor.grad is not None or index in self._wide:
-            self._write(index, placed, placed.tensor)
+            self._write(index, placed, self._taken(index, placed, placed.tensor))
         elif index not in self._touched:
-            for slot, _ in self._pieces(index, placed, placed.tensor.detach()):
+            for slot, _ in self._places(index, placed):
                 slot.zero_()
-        self._release(index)
+        self._release(index, keeps=False)
 
 
 def _got_nothing(parameter: torch.Tensor) -> bool:
@@ -601,14 +597,15 @@ class InPlaceGradients(GradientHooks):
     which reads what the server will change.
     """
 
-    def _store(self, index: int, placed: Placed, gradient: torch.Tensor) -> None:
-        self._own[index] = self._own[index].add_(gradient) if index in self._touched else gradient
-
     def _reset(self) -> None:
         super()._reset()
         self._own: dict[int, torch.Tensor] = {}  # this replica's gradients, by parameter
 
-    def _release(self, index: int) -> None:
+    def _write(self, index: int, placed: Placed, gradient: torch.Tensor) -> None:
+        self._own[index] = self._own[index].add_(gradient) if index in self._touched else gradient
+        self._touched.add(index)
+
+    def _release(self, index: int, *, keeps: bool) -> None:
         self._done.add(index)
 
     def _finish_unused(self, index: int, placed: Placed) -> None:
@@ -631,24 +628,62 @@ class InPlaceGradients(GradientHooks):
                 self._exchange.replica.filled(shard)
 
 
-# ---- Gradients of streamed parameters: each shard's memory is there while its gradient is written and sent ----
+# ---- Gradients of a model on a device ----
+
+_BUCKET_BYTES = 16 << 20  # of gradients that are waited for together: two events of the device for all of them
 
 
-class StreamedGradients(GradientHooks):
-    """Like `GradientHooks`; it never reads a parameter."""
+class DeviceGradients(GradientHooks):
+    """Like `GradientHooks`; its hooks wait for nobody. The staging's thread claims slots and begins the copies.
 
-    def _finish_unused(self, index: int, placed: Placed) -> None:
-        if placed.tensor.grad is None and index not in self._touched:
-            for shard in self._shards_of[index]:
-                if self._claim(shard):
-                    self._zero(shard, placed)
-            self._release(index)
+    Hooks run on autograd's thread, and the main thread, inside of ``backward()``, sees no signal until they return: a
+    spot machine's notice must not wait there for a server.
+    """
+
+    _staging: DeviceStaging
+
+    def end_replica(self, replica: int) -> None:
+        self._stage_bucket()
+        self._staging.drain()
+        if self._stale:
+            raise Rewound
+        super().end_replica(replica)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._bucket: list[tuple[int, Placed, torch.Tensor]] = []
+        self._bytes = 0  # in the bucket
+        self._complete: list[int] | None = None  # shards of the bucket that is being staged
+        self._stale = False
+
+    def _whole_gradient(self, index: int, placed: Placed, gradient: torch.Tensor) -> None:
+        self._bucket.append((index, placed, gradient))
+        self._bytes += gradient.nbytes
+        if self._bytes >= _BUCKET_BYTES:
+            self._stage_bucket()
+
+    def _stage_bucket(self) -> None:
+        self._staging.soon(partial(self._stage, self._bucket))
+        self._bucket, self._bytes = [], 0
+
+    def _stage(self, bucket: list[tuple[int, Placed, torch.Tensor]]) -> None:
+        if self._stale:
+            return
+        complete = self._complete = []
+        try:
+            for index, placed, gradient in bucket:
+                super()._whole_gradient(index, placed, gradient)
+        except Rewound:  # the main thread raises it
+            self._stale = True
+        self._complete = None
+        self._staging.then(partial(self._send_all, complete))
+
+    def _send(self, shard: int) -> None:
+        if self._complete is None:
+            super()._send(shard)
         else:
-            super()._finish_unused(index, placed)
+            self._complete.append(shard)
 
-    @torch.no_grad()
-    def _zero(self, shard: int, placed: Placed) -> None:
-        vector, first = self._exchange.memory.part(shard)
-        place = self._exchange.layout.shards[shard]
-        start, stop = max(placed.entry.start, place.start), min(placed.entry.stop, place.stop)
-        vector[start - first : stop - first].zero_()
+    def _send_all(self, shards: Sequence[int]) -> None:
+        for shard in shards:
+            self._exchange.replica.filled(shard)

@@ -19,11 +19,11 @@ from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.precision import Losses
 from rallypoint.worker.sources.hooks import (
     DeltaSource,
+    DeviceGradients,
+    DeviceStaging,
     GradientHooks,
     InPlaceGradients,
     Staging,
-    StreamedGradients,
-    WaitsForVersions,
     send_buffers,
 )
 from rallypoint.worker.tensors import ModelTensors
@@ -38,7 +38,7 @@ from rallypoint.worker.tensors import ModelTensors
 # - with `keep_inner` as much again on the host: each replica's state when its round began.
 
 
-class LocalStepsSource(WaitsForVersions):
+class LocalStepsSource(DeltaSource):
     """Contributes start - local: the version's parameters minus the parameters after the round's steps (LocalSteps).
 
     Gradients are plain autograd's. A parameter without a gradient is not stepped, as in plain PyTorch. Each replica
@@ -65,9 +65,6 @@ class LocalStepsSource(WaitsForVersions):
         )
         self._step = self._replica = -1
         self._buffers_before: list[torch.Tensor] = []
-
-    def remove(self) -> None:
-        """Does nothing: this source puts no hook on the model."""
 
     @torch.no_grad()
     def installed(self, shards: Sequence[Shard] | None) -> None:
@@ -97,9 +94,6 @@ class LocalStepsSource(WaitsForVersions):
         if last:
             # A step that was not finite was skipped, or is allowed by the settings
             self._exchange.replica.weigh(weight, finite=True)
-
-    def end_backward(self) -> None:
-        """Does nothing: autograd has accumulated the gradient."""
 
     def end_step(self, *, finite: Callable[[], bool]) -> None:
         """Clip the gradient and step the inner optimizer."""
@@ -374,13 +368,12 @@ def source_for(
     `say` gets messages for the user.
     """
     if config.streamed:
-        return StreamedGradients(tensors, exchange, staging)
+        return GradientHooks(tensors, exchange, staging)
     if exchange.in_place.parameters:
         return InPlaceGradients(tensors, exchange, staging)
     if config.local is None:
-        return GradientHooks(
-            tensors, exchange, staging, clip=None if config.clips_on_servers else config.clip
-        )
+        gradients = DeviceGradients if isinstance(staging, DeviceStaging) else GradientHooks
+        return gradients(tensors, exchange, staging, clip=None if config.clips_on_servers else config.clip)
     if not config.staggered:
         return LocalStepsSource(model, tensors, config, exchange, staging, say)
     kind = DelayedSource if config.local.delay else FragmentsSource
