@@ -24,7 +24,7 @@ from rallypoint.net.handshake import LinkKeys
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.tls import TlsTransport
 from rallypoint.net.transport import Transport
-from rallypoint.testing.contracts.transports import Beside, connected
+from support.transports import Beside, connected
 
 MIB = 1 << 20
 MEMORY = 256  # MiB: more than a processor's caches hold

@@ -25,7 +25,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.commands.by_hand import _argv_of, decoded, described
 from rallypoint.launch.options import RunOptions
 from rallypoint.net.handshake import role_token
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 from support.programs import run_program
 
 pytestmark = pytest.mark.programs

@@ -21,7 +21,7 @@ from rallypoint.launch.environment import LEFT_STATUS, left_status
 from rallypoint.launch.observing import health as module
 from rallypoint.launch.observing.health import MOST_ASKED_AT_ONCE, STUCK_S, Health, answering, stuck_for
 from rallypoint.server.member import OwnerThread
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 from support.programs import Program
 
 LOCAL = "127.0.0.1:0"

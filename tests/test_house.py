@@ -33,7 +33,6 @@ LINES, METHODS, ARGUMENTS, MODULES = 800, 25, 8, 16  # one noun is one file: a l
 
 LONG_FILES: dict[str, str] = {}
 LARGE_CLASSES = {
-    "testing/contracts/transports.py: TransportContract": "a contract suite: each method is one test",
     "testing/simulation/job.py: SimulatedJob": "the undisturbed computation that every run is compared with",
 }
 LONG_SIGNATURES = {
@@ -47,10 +46,10 @@ BUDGETS = {
     "rows of the feature table": 34,
     "refused pairs": 48,
     "fields of View": 18,
-    "lines": 81_641,
-    "files": 327,
+    "lines": 81_507,
+    "files": 325,
     "folders": 35,
-    "classes that share their name": 6,
+    "classes that share their name": 4,
 }  # what a stranger has to learn: whoever needs more says here why
 FULL_FOLDERS: dict[str, str] = {}
 UNCALLED = {

@@ -38,7 +38,7 @@ from rallypoint.launch.run import ClusterRun
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.files import END_PATIENCE_S
-from rallypoint.testing.contracts.beside import until as until_true
+from support.beside import until as until_true
 from support.programs import Program, run_program
 
 pytestmark = pytest.mark.programs

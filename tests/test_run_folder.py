@@ -55,7 +55,7 @@ from rallypoint.launch.plan import Launch, program_of, read_plan, write_plan
 from rallypoint.own_files import OpenFolder, is_alone_in_group
 from rallypoint.store.files import Files, end_threads
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.testing.contracts.beside import Beside
+from support.beside import Beside
 
 sys.path.insert(0, str(Path(__file__).parent / "store"))
 

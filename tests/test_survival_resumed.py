@@ -16,7 +16,7 @@ import pytest
 
 from members import PATIENCE_S as LONG_S
 from members import Members, members_in
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 from test_survival import AT, SCRIPT, STEPS, Cluster, undisturbed_run
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]

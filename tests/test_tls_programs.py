@@ -13,7 +13,7 @@ import pytest
 from members import Members, members_in
 from rallypoint.launch.folder import read_where
 from rallypoint.net.certificates import CERTIFICATE
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 from support.programs import run_program
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]

@@ -8,7 +8,7 @@ from rallypoint.core.protocol import Hello, Resize, Welcome
 from rallypoint.net.channel import SEALED_BYTES, Channel
 from rallypoint.net.handshake import COORDINATOR, Identity, introduce
 from rallypoint.net.transport import InprocTransport
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 
 def test_of_one_connection_only_so_many_messages_wait_for_the_owner() -> None:

@@ -64,7 +64,7 @@ from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.transport import InprocTransport
 from rallypoint.store import files
 from rallypoint.store.files import end_threads
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 PATIENCE_S = 60.0
 LONG = 1000.0  # a heartbeat that never comes: nobody is given up for the test's silence

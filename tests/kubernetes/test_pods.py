@@ -14,7 +14,7 @@ from processes import Kubelet, Pod, kubelet, pods_of, told
 
 from rallypoint.launch.engines.kubernetes import certificates, new_secret
 from rallypoint.net.certificates import make_certificates
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 from support.programs import run_program
 
 pytestmark = pytest.mark.programs

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 import rallypoint
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "salloc", "srun", "scancel", "scontrol", "squeue", "sinfo")
 CREDENTIAL_S = 5  # for so long Slurm does not run a job again that it has requeued

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import rallypoint
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 Start = Callable[..., subprocess.Popen[Any]]
 _SEPARATION = Path("/run/sshd")  # without it an sshd of root does not start

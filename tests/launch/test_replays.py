@@ -30,9 +30,9 @@ from rallypoint.launch.observing import replay as command
 from rallypoint.launch.observing.replay import Looked, NotFinite, differs, first_spike, lines_of
 from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.store.manifest import Manifest
-from rallypoint.testing.contracts.beside import until
 from rallypoint.watch.follow import recorded_losses
 from rallypoint.worker.tensors import ModelTensors
+from support.beside import until
 from support.programs import Program, run_program
 
 ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "ignore"}

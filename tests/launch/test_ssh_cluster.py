@@ -19,8 +19,8 @@ from rallypoint.launch.engines.cluster import Command
 from rallypoint.launch.engines.remote import RemoteProcess, SshCluster
 from rallypoint.launch.plan import Host, Launch, hosts_in
 from rallypoint.testing.contracts import cluster as cluster_contract
-from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.cluster import PATIENCE_S, ClusterContract, Started
+from support.beside import until
 
 
 @pytest.fixture(scope="module")

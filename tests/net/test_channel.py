@@ -17,7 +17,7 @@ from rallypoint.net.channel import SEALED_BYTES, Backlog, Channel, Sealer
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import dialers_keys, token_keys
 from rallypoint.net.transport import FIRST_PIECE, PLAIN, InprocTransport
-from rallypoint.testing.contracts.transports import Beside
+from support.transports import Beside
 
 PATIENCE_S = 60.0
 KEYS = dialers_keys(token_keys("a token"), bytes(32))

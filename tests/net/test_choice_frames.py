@@ -12,7 +12,7 @@ from test_strangers import WORDS, Job, record, reducer, refusal
 
 from rallypoint.core.policy import Sync
 from rallypoint.net.frames import Header, Kind
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 SHARDS = range(4)
 

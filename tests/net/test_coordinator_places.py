@@ -20,7 +20,7 @@ from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport
 from rallypoint.server.service import ServerService
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 TOKEN = "a token of this job alone"
 PATIENCE_S = 60.0

@@ -23,7 +23,7 @@ from rallypoint.net.handshake import Credentials, Identity, ticket_for
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Listener, Transport
 from rallypoint.observe.trace import Tracer
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 PATIENCE_S = 60.0
 TOKEN = "a token that nobody guesses"

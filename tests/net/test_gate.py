@@ -20,8 +20,8 @@ from rallypoint.net.gate import Gate, Unproven
 from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, Identity, LinkKeys, introduce
 from rallypoint.net.tcp import TcpConnection, TcpListener, TcpTransport, split_address
 from rallypoint.net.transport import PLAIN, Connection, Listener
-from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.contracts.transports import receive
+from support.beside import until
+from support.transports import receive
 
 TOKEN = "correct horse battery staple"
 PATIENCE_S = 60.0

@@ -39,7 +39,7 @@ from rallypoint.net.handshake import (
 )
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Transport
-from rallypoint.testing.contracts.transports import Beside, receive
+from support.transports import Beside, receive
 
 TOKEN = "correct horse battery staple"
 SECRET = bytes(range(100, 132))

@@ -39,8 +39,8 @@ from rallypoint.net.handshake import Identity, ticket_for
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Listener, Transport
-from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.contracts.transports import Beside, receive
+from support.beside import until
+from support.transports import Beside, receive
 
 PATIENCE_S = 60.0
 TOKEN = "a token that nobody guesses"

@@ -24,7 +24,7 @@ from rallypoint.net.memory import Arena, HostLender
 from rallypoint.net.pool import BufferPool, bytes_of, words_of_memory
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Transport
-from rallypoint.testing.contracts.transports import Beside
+from support.transports import Beside
 
 PATIENCE_S = 60.0
 KEYS = dialers_keys(token_keys("a token"), bytes(32))

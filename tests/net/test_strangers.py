@@ -46,8 +46,8 @@ from rallypoint.server.inbox import Gone, Linked, Wake
 from rallypoint.server.reducer import Reducer
 from rallypoint.server.service import ServerService
 from rallypoint.store.record import ShardRecord, encode_record
-from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.contracts.transports import receive
+from support.beside import until
+from support.transports import receive
 
 PATIENCE_S = 10.0
 WORDS = 16

@@ -12,7 +12,7 @@ from test_strangers import WORDS, Job, record, refusal
 from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.net.frames import Header, Kind
 from rallypoint.store.record import ShardRecord, encode_record
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 ARRAYS = ("master", "exp_avg", "exp_avg_sq")
 

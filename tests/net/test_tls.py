@@ -26,8 +26,8 @@ from rallypoint.net.handshake import Identity, LinkKeys, check_exposure, introdu
 from rallypoint.net.tcp import TcpConnection, TcpTransport, split_address
 from rallypoint.net.tls import SECRET_BYTES, TlsConnection, TlsTransport
 from rallypoint.net.transport import Connection, Transport
-from rallypoint.testing.contracts.beside import Beside, until
-from rallypoint.testing.contracts.transports import connected, receive
+from support.beside import Beside, until
+from support.transports import connected, receive
 
 TOKEN = "correct horse battery staple"
 PATIENCE_S = 60.0

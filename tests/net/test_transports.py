@@ -16,7 +16,7 @@ from rallypoint.net.certificates import TlsFiles, make_certificates
 from rallypoint.net.tcp import SO_MAX_PACING_RATE, TcpConnection, TcpTransport, split_address
 from rallypoint.net.tls import TlsTransport
 from rallypoint.net.transport import LEAST_IN_FLIGHT, LEAST_PACE, InprocTransport, Limits, Transport
-from rallypoint.testing.contracts.transports import TransportContract
+from support.transports import TransportContract
 
 PATIENCE_S = 60.0
 

@@ -25,10 +25,10 @@ from rallypoint.errors import ConfigError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
-from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import plain_optimizer, tree_sum
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
+from support.beside import until
 
 BF16 = torch.bfloat16
 HELD: dict[str, Any] = {"precision": "bf16", "memory.hold": "bf16", "clip": None}

@@ -29,9 +29,9 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ConfigError, JobAborted, NonFiniteLoss
 from rallypoint.store.export import model_state
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import loss_scales
 from rallypoint.worker.tensors import ModelTensors, weights_hash
+from support.beside import until
 
 SCALING = LossScaling(init_scale=1024.0, growth_interval=3)
 FP16: dict[str, Any] = {"precision": "fp16", "loss_scale": SCALING, "steps": 14}

@@ -24,10 +24,10 @@ from rallypoint.core.policy import LocalSteps
 from rallypoint.errors import JobAborted, NonFiniteLoss
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
-from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.loop import session
 from rallypoint.worker.tensors import weights_hash
+from support.beside import until
 
 STEP, REPLICA = 3, 2
 LEFT_OUT = f"step {STEP} of replica {REPLICA} is skipped: its loss"

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rallypoint.launch.engines.ranks import grouped
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 # Each rank writes its pid, then does what its argument says: ends with a status, or by a signal, or waits
 SCRIPT = """

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 from support.programs import Program
 
 sys.path.insert(0, str(Path(__file__).parent))

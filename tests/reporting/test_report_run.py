@@ -14,7 +14,7 @@ import pytest
 
 from rallypoint.launch.folder import REPORTS, read_where
 from rallypoint.launch.observing.reports import picture_of, write_report
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 from support.programs import Program
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]

@@ -17,7 +17,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.folder import STACKS
 from rallypoint.launch.observing.reports import Picture, write_report
 from rallypoint.launch.observing.stacks import StackOwner, processes_of
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 SCRIPT = """
 import ctypes, sys, threading

@@ -20,10 +20,10 @@ from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.transport import InprocTransport
 from rallypoint.server.service import ServerService
-from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
+from support.beside import until
 
 PATIENCE_S = 60.0
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 240).view(40, 6), torch.linspace(1, -1, 120).view(40, 3))

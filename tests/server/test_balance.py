@@ -11,7 +11,7 @@ from gathering import Gathering, Once, gathering, reference_hash
 from rallypoint.net.frames import Header, Kind
 from rallypoint.server.intake import Intake
 from rallypoint.server.parts import PayloadTickets
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 
 class Credits:

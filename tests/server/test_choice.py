@@ -11,7 +11,7 @@ from one_server import FIRST, OneServer
 from rallypoint.config import resolve
 from rallypoint.core.policy import Sync
 from rallypoint.net.frames import Kind
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 
 def test_a_worker_may_send_on_while_its_contributions_wait_for_the_one_that_was_chosen_first() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 sys.path.insert(0, str(Path(__file__).parent))
 

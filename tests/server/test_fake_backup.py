@@ -13,8 +13,8 @@ import torch
 import rallypoint as rp
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.server.shard import OwnedShard
-from rallypoint.testing.contracts.beside import Beside, until
 from rallypoint.testing.processes import ProcessCluster, server_main
+from support.beside import Beside, until
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import this module by name
 

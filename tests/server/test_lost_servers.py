@@ -25,8 +25,8 @@ from rallypoint.store import files
 from rallypoint.store.manifest import Manifest, age
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.loop.session import Job
+from support.beside import until
 
 
 @pytest.fixture(autouse=True)

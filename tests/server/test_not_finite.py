@@ -20,9 +20,9 @@ from rallypoint.core.protocol import Accounted, Finished, Skipped
 from rallypoint.errors import JobAborted
 from rallypoint.server.shard import FloatRange, OwnedShard, first_not_finite, first_that_became, float_ranges, norm_of
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash
+from support.beside import until
 
 STEP, REPLICA = 3, 2
 LAST = SETTINGS["steps"] - 1

@@ -24,7 +24,7 @@ from rallypoint.server.snapshots import READ_AHEAD, Restores
 from rallypoint.store import files
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 THIRD = ViewNumber(1, 3)
 AN_HOUR_S = 3600.0

@@ -22,7 +22,7 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.server.held import newest_is_enough
 from rallypoint.server.reducer import Reducer
 from rallypoint.server.service import ServerService
-from rallypoint.testing.contracts.beside import PATIENCE_S
+from support.beside import PATIENCE_S
 
 SHARDS, WORDS, STEPS = 4, 1 << 18, 40
 MODEL = 4 * SHARDS * WORDS  # bytes

@@ -19,7 +19,7 @@ from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.job import ServerJob
 from rallypoint.server.member import Views
-from rallypoint.testing.contracts.beside import until
+from support.beside import until
 
 PATIENCE_S = 60.0
 SECRET = b"the server's secret"

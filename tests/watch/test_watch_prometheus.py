@@ -22,8 +22,8 @@ import pytest
 import yaml
 
 import rallypoint.watch
-from rallypoint.testing.contracts.beside import until
 from rallypoint.watch.metrics import MEASURES
+from support.beside import until
 
 SHIPPED = Path(rallypoint.watch.__file__).parent / "prometheus"
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")

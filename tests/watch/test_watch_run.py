@@ -21,9 +21,9 @@ from rallypoint.launch.folder import COORDINATOR_LOCK
 from rallypoint.launch.observing import beside
 from rallypoint.launch.observing.beside import Companion, check_page
 from rallypoint.launch.options import RunOptions
-from rallypoint.testing.contracts.beside import until
 from rallypoint.watch.app import HEADER
 from rallypoint.watch.follow import EVENTS
+from support.beside import until
 from support.programs import Program
 
 SCRIPT = """

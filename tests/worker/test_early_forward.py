@@ -24,7 +24,6 @@ import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.errors import UsageError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.locked import LockedShell
@@ -32,6 +31,7 @@ from rallypoint.worker.exchange.pushes import ForwardVersion
 from rallypoint.worker.loop.micro import EarlyForward
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
+from support.beside import until
 
 PATIENCE_S = 60.0
 SETTINGS: dict[str, Any] = {

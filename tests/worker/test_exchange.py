@@ -25,11 +25,11 @@ from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Credentials, Identity, ticket_for
 from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.trace import Tracer
-from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.exchange import locked as module
 from rallypoint.worker.exchange.exchange import Exchange, push_initial
 from rallypoint.worker.exchange.links import ExchangeContext, ServerLink
 from rallypoint.worker.exchange.locked import Rewound
+from support.beside import until
 
 PATIENCE_S = 60.0
 LAYOUT = build_layout([TensorSpec("w", (48,), "float32", 0)], shard_bytes=64)

@@ -18,9 +18,9 @@ from rallypoint.config import resolve
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Arriving, Compute, Land, Send
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.tensors import ModelTensors, weights_hash
+from support.beside import until
 from support.reference_local import train_local_reference
 
 TURNS = rp.LocalSteps(steps=6, fragments=3)

@@ -39,11 +39,11 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity, ticket_for
 from rallypoint.net.transport import InprocTransport
-from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop import session
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.loop.session import Job
+from support.beside import until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 

@@ -19,9 +19,9 @@ from rallypoint.core.worker.slots import Compute
 from rallypoint.errors import NonFiniteLoss
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.transport import InprocConnection
-from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash
+from support.beside import until
 from support.reference_local import train_local_reference
 
 SETTINGS: dict[str, Any] = {

@@ -21,10 +21,10 @@ from rallypoint.core.protocol import Finished
 from rallypoint.errors import JobAborted
 from rallypoint.net.transport import InprocTransport
 from rallypoint.server.service import ServerService
-from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
+from support.beside import until
 
 PATIENCE_S = 60.0
 SETTINGS: dict[str, Any] = {

@@ -14,9 +14,9 @@ import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.core.protocol import Evaluated
 from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
-from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash
+from support.beside import until
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, JobAborted
 from rallypoint.net.transport import InprocTransport
 from rallypoint.server.service import ServerService
-from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import tree_sum
 from rallypoint.worker.collective import CLOCK, Cutter, Sums, layout_of
 from rallypoint.worker.loop.session import Job
+from support.beside import until
 
 PATIENCE_S = 60.0
 SMALL = 1 << 20  # bytes under way: two large shards

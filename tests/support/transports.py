@@ -24,7 +24,7 @@ import pytest
 
 from rallypoint.errors import AddressInUse, LinkError
 from rallypoint.net.transport import Connection, Listener, Transport
-from rallypoint.testing.contracts.beside import PATIENCE_S, Beside, connected, receive, send_for_ever, trickle
+from support.beside import PATIENCE_S, Beside, connected, receive, send_for_ever, trickle
 
 __all__ = ["PATIENCE_S", "Beside", "TransportContract", "connected", "receive", "send_for_ever"]
 
