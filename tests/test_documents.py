@@ -53,6 +53,14 @@ def test_the_documents_are_short() -> None:
     assert sum(words.values()) <= MOST_TOGETHER
 
 
+def test_the_readmes_figures_are_among_the_results() -> None:
+    section = README.read_text().partition("## Three figures")[2].partition("\n## ")[0]
+    figures = re.findall(r"(\d+(?:\.\d+)?) (?:s|times|MB)\b(?! of)", section.replace("**", ""))
+    assert len(figures) >= 5
+    results = (ROOT / "docs/performance.md").read_text()
+    assert not [figure for figure in figures if not re.search(rf"\b{re.escape(figure)}\b", results)]
+
+
 RECIPES = ("gpt", "resnet", "digits")
 OPTIONS_OF_RUN = ("slurm", "k8s", "train", "chaos", "resume", "import")  # commands that hand them on
 
