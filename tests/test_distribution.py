@@ -43,7 +43,7 @@ def run(*argv: str | Path, cwd: Path) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a wheel that was built from the source distribution, and of that one."""
     source, to = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    others = ("README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "Dockerfile")
+    others = ("README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "constraints.txt", "Dockerfile")
     for name in ("pyproject.toml", "MANIFEST.in", *others):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
@@ -91,7 +91,7 @@ def test_the_source_distribution_holds_what_is_read_and_no_part_of_the_tests(bui
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "pyproject.toml"} <= names
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt", "pyproject.toml"} <= names
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "runs", "."))]
 
 

@@ -214,7 +214,7 @@ def test_members_go_on_until_the_coordinator_of_a_lost_node_is_back(manifests: l
 
 @pytest.mark.parametrize(("workers", "mebibytes"), [("1", 512), ("2000", 1240 * 10**6 / 2**20)])
 def test_the_coordinator_has_memory_for_its_members(workers: str, mebibytes: float) -> None:
-    """docs/scale.md: 1,240 MB at the first view of 2,000 members."""
+    """docs/performance.md: 1,240 MB at the first view of 2,000 members."""
     job = jobs_of(the("JobSet", rendered(workers=workers, servers=1))["spec"])["coordinator"]
     resources = container_of(job)["resources"]
     assert int(resources["limits"]["memory"].removesuffix("Mi")) > mebibytes

@@ -24,8 +24,8 @@ def markdown_modes() -> str:
         for traits in MODES.values()
     ]  # fmt: skip
     head = (
-        "mode", "a version counts", "parameters and optimizer state are held by", "a contribution is",
-        "contributions may be dropped", "same bytes", "a replica leaves state on its worker",
+        "mode", "a version counts", "state is held by", "contribution", "may be dropped", "same bytes",
+        "state on workers",
     )  # fmt: skip
     return _table(head, rows)
 

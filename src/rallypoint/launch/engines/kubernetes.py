@@ -209,7 +209,7 @@ class RenderOptions(RunOptions, frozen=True, kw_only=True):
         return [*given, *(f"--set={setting}" for setting in self.sets or [])]
 
 
-_COORDINATOR_MIB, _MEMBER_MIB = 512, 1  # of memory: docs/scale.md has what 2,000 members need
+_COORDINATOR_MIB, _MEMBER_MIB = 512, 1  # of memory: docs/performance.md has what 2,000 members need
 _WORD = re.compile(r"\$([a-z_]+)")
 _HEADER = """\
 # Once, before this: rallypoint k8s secret {secret} | kubectl apply -f -
