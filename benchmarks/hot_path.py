@@ -20,6 +20,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -93,16 +94,19 @@ def train(job: Job, shards: int, steps: int) -> None:
             micro.backward(sum((part.sum() for part in model), torch.zeros(())) * micro.batch.sum())
 
 
-def embedded(shards: int, steps: int, profiled: bool) -> dict[tuple[str, str], float]:
-    """The tally of ``python train.py``: worker, server and coordinator in this process."""
+def embedded(shards: int, steps: int, profiled: bool, servers: int = 2) -> dict[tuple[str, str], float]:
+    """The tally of a worker, servers and a coordinator in this process. To two servers everything is sent."""
     with Tally(profiled) as tally:
 
         def play() -> None:
-            with EmbeddedJob() as job:
+            with EmbeddedJob(servers=servers) as job:
                 train(job, shards, steps)
 
         tally.watch("main", play)
     return dict(tally.counts)
+
+
+alone = partial(embedded, servers=1)  # ``python train.py``: its server steps the model where it lies
 
 
 def processes(shards: int, steps: int, profiled: bool) -> dict[tuple[str, str], float]:
@@ -196,13 +200,13 @@ def report(title: str, road: Road) -> str:
 
 
 def main() -> None:
-    """Measure both kinds of job and print them."""
+    """Measure these kinds of job and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures there too, with the calls of each file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures = {}
-    for title, play in (("in one process", embedded), ("a worker and a server", processes)):
+    for title, play in (("in one process", embedded), ("alone", alone), ("a worker and a server", processes)):
         road = measure(play)
         figures[title] = road.__dict__
         print(report(title, road), flush=True)

@@ -103,19 +103,35 @@ def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
 
 
 class Pieces:
-    """The words of one shard that lie in several tensors: `parts`, each 1-D fp32, one after the other."""
+    """The words of one shard that lie in several tensors: `parts`, each 1-D fp32, one after the other.
 
-    def __init__(self, parts: Iterable[torch.Tensor]) -> None:
-        self.parts = list(parts)
+    `own`: nothing else uses this memory. Gradients may be views of one another, or of a script's own tensors: the first
+    change makes new memory.
+    """
+
+    def __init__(self, parts: Iterable[torch.Tensor], *, own: bool = False) -> None:
+        self.parts, self._own = list(parts), own
+
+    def owned(self) -> Pieces:
+        """Copy the words, unless the memory is `own`."""
+        if not self._own:
+            self.parts, self._own = [part.clone() for part in self.parts], True
+        return self
 
     def mul_(self, factor: float) -> Pieces:
         """Multiply each value."""
-        torch._foreach_mul_(self.parts, factor)
+        if self._own:
+            torch._foreach_mul_(self.parts, factor)
+        else:
+            self.parts, self._own = list(torch._foreach_mul(self.parts, factor)), True
         return self
 
     def add_(self, other: Pieces) -> Pieces:
         """Add another shard's words, cut in the same way."""
-        torch._foreach_add_(self.parts, other.parts)
+        if self._own:
+            torch._foreach_add_(self.parts, other.parts)
+        else:
+            self.parts, self._own = list(torch._foreach_add(self.parts, other.parts)), True
         return self
 
     def copy_(self, values: torch.Tensor) -> Pieces:
@@ -133,31 +149,26 @@ class InPlace:
     """What a worker and the server of its own process share where no byte has to move (`python train.py` alone).
 
     The shard's words on the server *are* the model's parameters, and its gradient is what autograd has made. Frames
-    between the two carry no payload. The worker sends its contributions when its backward pass is over, and waits for
-    the version then: so neither reads what the other one writes. The server steps all shards together: while it still
-    waits for one, a link may break, and the worker computes the step once more from the version that the model holds.
+    between the two carry no payload. The server only prepares its updates, and the worker's main thread makes all of
+    them when it installs the version: until then the model holds the version before, whatever breaks, and nothing
+    changes it beside the script's code.
 
     Attributes:
         parameters: by shard. Empty: the job's parameters are sent as between processes. Set before the job is proposed.
         gradients: by shard, the sum over all replicas, which the server takes. Set before the frame that says so.
+        means: by shard, where the worker steps: what the server has made of the gradient.
     """
 
     def __init__(self) -> None:
         self.parameters: dict[int, Pieces] = {}
         self.gradients: dict[int, Pieces] = {}
-        self._updates: dict[int, Callable[[], None]] = {}  # by shard; the server's thread alone uses it
+        self.means: dict[int, Pieces] = {}
+        self.updates: dict[int, Callable[[], None]] = {}  # by shard; the server's thread sets them
 
-    def step(self, shard: int, update: Callable[[], None]) -> None:
-        """Call `update` when each shard has one."""
-        self._updates[shard] = update
-        if len(self._updates) == len(self.parameters):
-            for one in self._updates.values():
-                one()
-            self._updates.clear()
-
-    def drop(self, shard: int) -> None:
-        """The shard's update, if there is one, is not to be made: its state is replaced."""
-        self._updates.pop(shard, None)
+    def install(self) -> None:
+        """Make the updates. For the main thread, when all shards have the version."""
+        for shard in list(self.updates):
+            self.updates.pop(shard)()
 
 
 # ---- torch.optim optimizers on one shard. The learning rate comes from the job's schedule ----

@@ -70,7 +70,7 @@ def test_the_servers_thread_has_the_jobs_threads_whatever_another_thread_has_set
         ShardOptimizer, "apply", lambda *args, **how: (found.append(torch.get_num_threads()), apply(*args, **how))
     )
     model = torch.nn.Linear(3, 1)
-    with EmbeddedJob(about=JoinInfo(threads=3)) as job:
+    with EmbeddedJob(servers=2, about=JoinInfo(threads=3)) as job:
         run = job.train(model, DATA, batch=4, steps=2, optimizer=rp.SGD(lr=0.1))
         torch.set_num_threads(1)
         for micro in run:

@@ -14,7 +14,7 @@ from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.optim import InPlace
 from rallypoint.server.rows import OwnedRows
-from rallypoint.server.shard import AveragedShard, InPlaceShard, OwnedShard, StreamedShard
+from rallypoint.server.shard import AveragedShard, InPlaceMean, InPlaceShard, OwnedShard, StreamedShard
 from rallypoint.store.record import ShardRecord
 
 
@@ -127,7 +127,9 @@ class ShardFactory:
         place = self._layout.shards[index]
         config = self._of_groups.setdefault(place.group, of_group(self._config, place.group))
         if index in self._in_place.parameters:
-            return InPlaceShard(place, config, self._in_place, self._nothing)
+            if config.mode.holder is StateHolder.SERVERS:
+                return InPlaceShard(place, config, self._in_place, self._nothing)
+            return InPlaceMean(place, config, self._pool, self._scratch, self._in_place, self._nothing)
         if place.part is not None:
             return OwnedRows(place, self._layout.tables[place.part.table].name, config, self._pools)
         if place.role == "parameters" and config.streamed:

@@ -305,10 +305,13 @@ class AveragedShard:
         self._skipped = {version for version in self._skipped if version >= update.oldest}
         if update.scale is None:
             self._skipped.add(update.version)
-        elif update.scale != 1.0:
-            self._sum.values.mul_(update.scale)
-        self._wire.keep(update.version, self._sum.leave(), update.oldest)
+        self._wire.keep(update.version, self._finished(1.0 if update.scale is None else update.scale), update.oldest)
         return None
+
+    def _finished(self, scale: float) -> Buffer:
+        if scale != 1.0:
+            self._sum.values.mul_(scale)
+        return self._sum.leave()
 
     def release(self) -> None:
         """Release every buffer."""
@@ -621,8 +624,62 @@ class StreamedShard(OwnedShard):
 # A dense shard of a model in the same process: see `optim.InPlace`.
 
 
+class PiecesSum:
+    """The sum of a shard's gradient, as the model has it: one contribution, of all replicas. It has `GradientSum`'s
+    methods.
+    """
+
+    def __init__(self, shard: int, model: InPlace) -> None:
+        self._shard, self._model = shard, model
+        self.values = Pieces(())
+
+    def take(self, payload: Buffer, weight: float, at: int = 0) -> None:
+        """Make the model's gradient, times `weight`, the sum."""
+        payload.release()
+        self.values = self._model.gradients.pop(self._shard)
+        if weight != 1.0:
+            self.values.mul_(weight)
+
+    def add(self, payload: Buffer, weight: float) -> None:
+        """AssertionError: there is one contribution. So do `merge` and `discard`."""
+        raise AssertionError(f"shard {self._shard}: all replicas contribute at once")
+
+    def merge(self, left: int, right: int) -> None:
+        raise AssertionError(f"shard {self._shard}: all replicas contribute at once")
+
+    def discard(self, at: int) -> None:
+        raise AssertionError(f"shard {self._shard}: all replicas contribute at once")
+
+    def mean(self, total_weight: float) -> None:
+        """Multiply the sum by 1 / `total_weight`."""
+        if total_weight != 1.0:
+            self.values.mul_(1.0 / total_weight)
+
+    def norms(self) -> tuple[float, ...]:
+        """As `GradientSum.norms`."""
+        return norms_of(self.values.flat())
+
+    def first_not_finite(self) -> int:
+        """The first word that is not finite; -1 if all are."""
+        at = 0
+        for part in self.values.parts:
+            if (found := first_not_finite(part)) >= 0:
+                return at + found
+            at += part.numel()
+        return -1
+
+    def leave(self) -> Pieces:
+        """Return the finished gradient."""
+        values, self.values = self.values, Pieces(())
+        return values
+
+    def abandon(self) -> None:
+        """Discard the sum."""
+        self.values = Pieces(())
+
+
 class InPlaceShard:
-    """The model's own parameters, and their optimizer's state. Each contribution is of all replicas; nothing is sent.
+    """The model's own parameters, and their optimizer's state. Nothing is sent.
 
     A version is what the parameters are now: no other one is kept.
     """
@@ -635,54 +692,30 @@ class InPlaceShard:
         self.shard, self._model, self._nothing = shard, model, nothing
         self._words = model.parameters[shard.index]
         self._optimizer = ShardOptimizer(config, shard.group, shard.words, pieces=self._words)
-        self._gradient = Pieces(())
-        self._version = -1
+        self._sum, self._version = PiecesSum(shard.index, model), -1
+        self._spends_gradient = isinstance(config.applied, SGD) and config.applied.nesterov  # as in `OwnedShard`
+        self.mean, self.norms, self.abandon = self._sum.mean, self._sum.norms, self._sum.abandon
+        self.merge, self.discard = self._sum.merge, self._sum.discard
+        self.first_not_finite = self._sum.first_not_finite
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
         """Set the first version's number: the model has its values."""
         payload.release()
+        self._model.updates.pop(self.shard.index, None)
         self._version = version
 
     def take(self, payload: Buffer, weight: float, base: int | None = None, at: int = 0) -> None:
-        """Make the model's gradient, times `weight`, the sum."""
-        payload.release()
-        self._gradient = self._model.gradients.pop(self.shard.index)
-        if weight != 1.0:
-            self._gradient.mul_(weight)
-
-    def merge(self, left: int, right: int) -> None:
-        """AssertionError: there is one contribution. So do `discard` and `add`."""
-        raise AssertionError(f"shard {self.shard.index}: all replicas contribute at once")
-
-    def discard(self, at: int) -> None:
-        self.merge(at, at)
+        """Make the model's gradient the sum."""
+        self._sum.take(payload, weight)
 
     def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        self.merge(0, 0)
-
-    def mean(self, total_weight: float) -> None:
-        """Multiply the sum by 1 / `total_weight`."""
-        if total_weight != 1.0:
-            self._gradient.mul_(1.0 / total_weight)
-
-    def norms(self) -> tuple[float, ...]:
-        """As `GradientSum.norms`."""
-        return norms_of(self._gradient.flat())
-
-    def first_not_finite(self) -> int:
-        """The first word of the gradient that is not finite; -1 if all are."""
-        at = 0
-        for part in self._gradient.parts:
-            if (found := first_not_finite(part)) >= 0:
-                return at + found
-            at += part.numel()
-        return -1
+        """AssertionError: there is one contribution."""
+        self._sum.add(payload, weight)
 
     def apply(self, update: Apply) -> tuple[Buffer, int] | None:
-        """Update the parameters, with the other shards'. Always returns None."""
+        """Prepare the update of the parameters. Always returns None."""
         assert not update.replicate, f"shard {self.shard.index} has a backup"
-        self._model.step(self.shard.index, partial(self._step, self._gradient, update))
-        self.abandon()
+        self._model.updates[self.shard.index] = partial(self._step, self._sum.leave(), update)
         self._version = update.version
         return None
 
@@ -691,15 +724,14 @@ class InPlaceShard:
             return
         if update.scale != 1.0:
             gradient.mul_(update.scale)
+        if self._spends_gradient:
+            gradient.owned()
         self._optimizer.apply(gradient, update.step, update.rate, update.reductions)
-
-    def abandon(self) -> None:
-        """Discard the sum."""
-        self._gradient = Pieces(())
 
     def release(self) -> None:
         """The shard is not held any more."""
         self.abandon()
+        self._model.updates.pop(self.shard.index, None)
         self._version = -1
 
     def keeps(self, version: int) -> bool:
@@ -729,10 +761,38 @@ class InPlaceShard:
     def load(self, record: ShardRecord) -> None:
         """Replace the whole state by that of a snapshot's record."""
         self.abandon()
-        self._model.drop(self.shard.index)
+        self._model.updates.pop(self.shard.index, None)
         arrays = {name: torch.from_numpy(array) for name, array in record.arrays.items()}
         self._words.copy_(arrays.pop("master"))
         self._optimizer.load({n: a for n, a in arrays.items() if n != AVERAGE}, {
             n: s for n, s in record.scalars.items() if n != AVERAGED
         })  # fmt: skip
         self._version = record.version
+
+
+class InPlaceMean(AveragedShard):
+    """Like AveragedShard; a mean stays in the gradients' memory, where the worker's optimizer takes it."""
+
+    def __init__(
+        self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch, model: InPlace, nothing: Buffer
+    ) -> None:
+        super().__init__(shard, config, pool, scratch)
+        self._model, self._nothing, self._pieces = model, nothing, PiecesSum(shard.index, model)
+        self.mean, self.norms, self.abandon = self._pieces.mean, self._pieces.norms, self._pieces.abandon
+        self.merge, self.discard = self._pieces.merge, self._pieces.discard
+        self.first_not_finite = self._pieces.first_not_finite
+
+    def take(self, payload: Buffer, weight: float, base: int | None = None, at: int = 0) -> None:
+        """Make the model's gradient the sum."""
+        self._pieces.take(payload, weight)
+
+    def _finished(self, scale: float) -> Buffer:
+        gradient = self._pieces.leave()
+        self._model.means[self.shard.index] = gradient if scale == 1.0 else gradient.mul_(scale)
+        return self._nothing.retain()
+
+    def raw(self, version: int) -> tuple[int, Buffer, int]:
+        """The first version's record; of others nothing: the worker only hears that the mean exists."""
+        return super().raw(version) if version == self._begun_at else (0, self._nothing, 0)
+
+    encoded = raw

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rallypoint.config import JobConfig, Settings, group_of, matrices_of, ranks_of
 from rallypoint.core.layout import DTYPE_BYTES, Entry, Layout, Shard, TensorSpec, build_layout, carried_by
-from rallypoint.core.modes import Feature, why_not
+from rallypoint.core.modes import Feature, ModeName, why_not
 from rallypoint.core.optimizer import ENTRY
 from rallypoint.errors import ConfigError, ModelError, UsageError
 from rallypoint.optim import Pieces, refusal
@@ -371,7 +371,8 @@ class Placed:
 
 
 _NOT_IN_PLACE = {
-    Feature.AVERAGE, Feature.MUON, Feature.CODEC, Feature.FINGERPRINTS, Feature.AUDIT, Feature.SUMS, Feature.OWN_LOOP,
+    Feature.AVERAGE, Feature.MUON, Feature.CODEC, Feature.DOWN, Feature.HOLD, Feature.FINGERPRINTS, Feature.AUDIT,
+    Feature.SUMS, Feature.TABLES, Feature.STREAMED, Feature.KEYED,
 }  # fmt: skip
 
 
@@ -474,10 +475,12 @@ class ModelTensors:
     def in_place(self, config: JobConfig) -> dict[int, Pieces]:
         """The shards of parameters that a server of this process may step where they lie: all of them, or none.
 
+        Where the worker steps (AllReduce), the server makes the mean of the gradients where they lie.
         Not parameters that servers keep in another form, and no job whose servers need a shard's words in one piece, or
         contributions that are not the sum of all replicas. Fused kernels would give other bytes.
         """
-        if _NOT_IN_PLACE & config.features or not config.policy.tree or getattr(config.optimizer, "fused", False):
+        sums = config.mode.name in (ModeName.SYNC, ModeName.ALL_REDUCE) and config.policy.tree
+        if not sums or _NOT_IN_PLACE & config.features or getattr(config.optimizer, "fused", False):
             return {}
         for placed in self.parameters:
             tensor = placed.tensor
@@ -491,6 +494,30 @@ class ModelTensors:
             )
             for shard in self.layout.shards if shard.role == "parameters"
         }  # fmt: skip
+
+    @torch.no_grad()
+    def follow(self, pieces: Mapping[int, Pieces]) -> None:
+        """Copy what is stepped in place into parameters that a script has given other memory (``.data = ...``)."""
+        for index, shard in pieces.items():
+            parts = [part for part in self.parts_in(self.layout.shards[index]) if part[1] < part[2]]
+            for (placed, start, _), words in zip(parts, shard.parts, strict=True):
+                first = placed.tensor.data_ptr() + 4 * (start - placed.entry.start)
+                if first != words.data_ptr() or not placed.tensor.is_contiguous():
+                    placed.write(start, words)
+
+    def set_gradients(self, pieces: Mapping[int, Pieces]) -> None:
+        """Set ``.grad`` of each parameter from the shards' pieces (see `in_place`), in their memory if it is in one."""
+        of: dict[int, list[torch.Tensor]] = {id(placed): [] for placed in self.parameters}
+        for index in sorted(pieces):
+            parts = [placed for placed, start, stop in self.parts_in(self.layout.shards[index]) if start < stop]
+            for placed, part in zip(parts, pieces[index].parts, strict=True):
+                of[id(placed)].append(part)
+        for placed in self.parameters:
+            found = of[id(placed)]
+            follow = bool(found) and all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(found))
+            empty = torch.zeros(0, dtype=torch.float32, device="cpu")
+            flat = found[0].as_strided((placed.tensor.numel(),), (1,)) if follow else torch.cat(found or [empty])
+            placed.tensor.grad = flat.view(placed.tensor.shape)
 
     def parts_in(self, shard: Shard) -> list[tuple[Placed, int, int]]:
         """The parameters in a shard, each with its first word and the word after its last (words of the vector)."""

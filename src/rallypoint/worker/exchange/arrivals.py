@@ -580,17 +580,18 @@ class Arrivals(Receiver):
     def arriving(self, header: Header, server: str) -> memoryview | None:
         shard, nbytes = self._shard(header), header.length
         whole = shard.slot_bytes
-        skips = (header.flags and self._optimizer.skips(header)) or shard.index in self._empty
-        if header.codec == 0 and nbytes != (0 if skips else whole):  # a version that is skipped has no bytes
+        skips = bool(header.flags) and self._optimizer.skips(header)
+        empty = skips or shard.index in self._empty
+        if header.codec == 0 and nbytes != (0 if empty else whole):
             raise ProtocolError(f"a version of {nbytes} bytes for shard {shard.index}, which has {whole}")
         if nbytes > 2 * whole + _CODEC_HEAD:
             raise ProtocolError(f"an encoded version of {nbytes} bytes for shard {shard.index}: no codec needs so many")
         replica = self._check_version(header)
         event = Arriving(shard.index, header.step, header.view, replica, header.base, whole=shard.index in self._begins)
-        lands = partial(self._optimizer.lands, shard.index, skips=bool(skips)) if self._optimizer.records else None
+        lands = partial(self._optimizer.lands, shard.index, skips=skips) if self._optimizer.records else None
         if not self._locked.arriving(event, server, lands):
             return None
-        return memoryview(bytearray(nbytes)) if skips else self._landing(shard.index)
+        return memoryview(bytearray(nbytes)) if empty else self._landing(shard.index)
 
     def decode(self, shard: int, payload: memoryview) -> None:
         self._encoder.decode(payload, self._memory.words(shard))

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -215,16 +215,6 @@ def _pools(layout: Layout, codecs: ShardCodecs) -> list[BufferPool | None]:
 # The memory of a worker that adds up its replicas before it sends them (core/sums/presum.py decides what).
 
 
-class Addends(Protocol):
-    """A gradient that can be weighed and added to another one: a tensor, or `Pieces` of several."""
-
-    def mul_(self, factor: float, /) -> Any: ...
-    def add_(self, other: Any, /) -> Any: ...
-
-
-V = TypeVar("V", bound=Addends)
-
-
 @dataclass(frozen=True, slots=True)
 class BlockTally:
     """The total weight of a block, and its replicas with a loss, or a gradient, that is not finite."""
@@ -234,18 +224,16 @@ class BlockTally:
     gradients: frozenset[int]  # the replicas whose loss is finite, and whose gradient is not
 
 
-class Partials(Generic[V]):
-    """Weighted sums of blocks, by shard and first replica. Only the thread that fills slots calls it, but for `sum`.
-
-    This one is of gradients that may be kept as they are: each is new memory.
-    """
+class Partials:
+    """Weighted sums of blocks, by shard and first replica. Only the thread that fills slots calls it, but for `sum`."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], tuple[V, BlockTally]] = {}
+        self._kept: dict[tuple[int, int], tuple[Any, BlockTally]] = {}  # fp32, 1-D
+        self._rooms: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # memory to use again
         self._sums: dict[int, BlockTally] = {}
 
     @torch.no_grad()
-    def add_up(self, shard: int, part: Part, slot: V, leaf: BlockTally) -> None:
+    def add_up(self, shard: int, part: Part, slot: Any, leaf: BlockTally) -> None:
         """Weigh the slot, which holds one replica's contribution, and add to it, or keep it, as `part` says.
 
         `leaf` is what is known of that replica. Each addition is a node of the tree (I3): one rounding, of two
@@ -269,38 +257,34 @@ class Partials(Generic[V]):
         return self._sums.pop(shard)
 
     def clear(self) -> None:
-        """Another step begins: what is kept is not needed."""
+        """Another step begins: what is kept is not needed. The memory is used again."""
         for (shard, _), (values, _) in self._kept.items():
             self._free(shard, values)
         self._kept.clear()
         self._sums.clear()
 
-    def _keep(self, key: tuple[int, int], kept: tuple[V, BlockTally]) -> None:
+    def _keep(self, key: tuple[int, int], kept: tuple[Any, BlockTally]) -> None:
         if key in self._kept:
             self._free(key[0], self._kept[key][0])
         self._kept[key] = kept
 
-    def _to_keep(self, shard: int, slot: V) -> V:
-        return slot
-
-    def _free(self, shard: int, values: V) -> None:
-        """These values are not needed any more."""
-
-
-class SlotPartials(Partials[torch.Tensor]):
-    """The same of slots (fp32, 1-D), which are written again: what is kept is a copy. Its memory is used again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._rooms: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-
-    def _to_keep(self, shard: int, slot: torch.Tensor) -> torch.Tensor:
+    def _to_keep(self, shard: int, slot: Any) -> Any:
         rooms = self._rooms[shard]
         room = rooms.pop() if rooms else torch.empty_like(slot, device="cpu", pin_memory=False)
         return room.copy_(slot)
 
-    def _free(self, shard: int, values: torch.Tensor) -> None:
+    def _free(self, shard: int, values: Any) -> None:
         self._rooms[shard].append(values)
+
+
+class PiecesPartials(Partials):
+    """The same of gradients where autograd has made them (`Pieces`): they need no copy beside them."""
+
+    def _to_keep(self, shard: int, slot: Pieces) -> Pieces:
+        return slot.owned()
+
+    def _free(self, shard: int, values: Pieces) -> None:
+        """Does nothing: the memory goes with `values`."""
 
 
 Sent = Callable[[int, int], None]
@@ -330,7 +314,7 @@ class Pushes:
         self._sent, self._queued, self._lock = sent, queued, lock
         self._rows: dict[int, memoryview] = {}  # shard -> the contribution to that part of a table
         self.weight, self._finite = 1.0, True
-        self.partials: Partials[Any] = Partials() if self.in_place else SlotPartials()
+        self.partials = PiecesPartials() if self.in_place else Partials()
         self._examines = examines
         self.ranks: Sequence[int] = ()  # of each shard: the forward pass needs those of a low rank first; (): in order
 

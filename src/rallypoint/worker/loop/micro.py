@@ -23,6 +23,7 @@ from rallypoint.parallel import whole_of
 from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
 from rallypoint.worker.exchange.locked import Rewound
+from rallypoint.worker.habits import by_the_job
 from rallypoint.worker.loop.guard import ModelGuard, NoGuard, Parts
 from rallypoint.worker.precision import HeldParameters
 from rallypoint.worker.ranks.followers import is_number
@@ -98,6 +99,9 @@ class BufferVersions:
             elif parts.streamed is not None:
                 parts.streamed.install()
             elif exchange.in_place.parameters:
+                with by_the_job():
+                    exchange.in_place.install()
+                parts.tensors.follow(exchange.in_place.parameters)
                 changed = exchange.layout.shards if shards is None else shards
                 parts.tensors.read_shards_from(vector, [shard for shard in changed if shard.role == "buffers"])
             elif shards is None or not parts.alone:

@@ -17,7 +17,7 @@ from rallypoint.core.layout import DTYPE_BYTES, Shard
 from rallypoint.core.modes import StateHolder
 from rallypoint.core.schedule import rate_at
 from rallypoint.errors import ConfigError, ProtocolError
-from rallypoint.optim import NUMBERS, build_optimizer, number
+from rallypoint.optim import NUMBERS, Pieces, build_optimizer, number
 from rallypoint.store.record import MASTER, OWN, ShardRecord
 from rallypoint.worker.habits import by_the_job
 from rallypoint.worker.tensors import ModelTensors, Placed
@@ -34,6 +34,7 @@ class WorkerOptimizer:
 
     def __init__(self, tensors: ModelTensors, stepper: SpecifiedStepper | OwnStepper) -> None:
         self.version = -1
+        self.means: dict[int, Pieces] = {}  # of a server of this process: see `optim.InPlace`
         self._tensors, self._stepper = tensors, stepper
 
     def settings_digest(self) -> str:
@@ -69,9 +70,13 @@ class WorkerOptimizer:
         return ShardRecord(shard.index, self.version, {n: a.numpy() for n, a in arrays.items()}, scalars)
 
     def _step(self, step: int, vector: torch.Tensor) -> None:
-        for placed in self._tensors.parameters:
-            tensor = placed.tensor
-            tensor.grad = placed.of(vector).to(tensor.device, tensor.dtype, non_blocking=True)
+        if self.means:
+            self._tensors.set_gradients(self.means)
+            self.means.clear()
+        else:
+            for placed in self._tensors.parameters:
+                tensor = placed.tensor
+                tensor.grad = placed.of(vector).to(tensor.device, tensor.dtype, non_blocking=True)
         with by_the_job():
             self._stepper.step(step)
         for placed in self._tensors.parameters:

@@ -193,8 +193,10 @@ class Job(MemberMessages):
         whole = lead is None and config.memory.parameters != "streamed"
         self._first = digest_of(tensors.layout, tensors.part) if whole else b""
         self._kernels = kernels_of(tensors.device) if record.audits else b""
-        if self._in_place is not None and record.leases:
+        if self._in_place is not None and lead is None:
             self._in_place.parameters = tensors.in_place(config)
+            if optimizer is not None:
+                optimizer.means = self._in_place.means
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
         first = self.id == min(one.id for one in exchange.view.workers)
         reads = stream_reads(config.reading.passes, config.steps, given="steps" in settings)

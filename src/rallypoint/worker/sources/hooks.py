@@ -593,16 +593,19 @@ def _got_nothing(parameter: torch.Tensor) -> bool:
 
 
 class InPlaceGradients(GradientHooks):
-    """Like `GradientHooks`; a gradient stays in the memory that autograd has made, and nothing leaves during backward,
-    which reads what the server will change.
-    """
+    """Like `GradientHooks`; a gradient stays in the memory that autograd has made, and leaves when backward is over."""
 
     def _reset(self) -> None:
         super()._reset()
         self._own: dict[int, torch.Tensor] = {}  # this replica's gradients, by parameter
 
     def _write(self, index: int, placed: Placed, gradient: torch.Tensor) -> None:
-        self._own[index] = self._own[index].add_(gradient) if index in self._touched else gradient
+        gradient = gradient.to(torch.float32)
+        if index in self._touched:
+            self._own[index] = self._own[index] + gradient  # (its memory may be another gradient's too)
+        else:
+            alone = len(placed.tensor._post_accumulate_grad_hooks or ()) <= 1
+            self._own[index] = gradient if alone else gradient.clone()  # a script's hook may go on with it
         self._touched.add(index)
 
     def _release(self, index: int, *, keeps: bool) -> None:
