@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -59,6 +60,15 @@ def test_the_readmes_figures_are_among_the_results() -> None:
     assert len(figures) >= 5
     results = (ROOT / "docs/performance.md").read_text()
     assert not [figure for figure in figures if not re.search(rf"\b{re.escape(figure)}\b", results)]
+
+
+def test_messages_that_are_explained_are_printed() -> None:
+    rows = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "src").rglob("*.py")]
+    texts = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    printed = "\n".join(text for text in texts if isinstance(text, str))
+    assert len(rows) >= 10
+    assert not [row for row in rows if row not in printed]
 
 
 RECIPES = ("gpt", "resnet", "digits")

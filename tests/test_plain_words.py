@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,17 +70,29 @@ def lengths(text: str) -> list[int]:
     return [count for one in sentences(text) if (count := len(one.split())) > 2]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_no_word_has_to_be_learnt(page: Path) -> None:
+def private(text: str) -> list[str]:
+    """Where a text has words that are not used, or sentences that begin with a riddle."""
     found = [
         f"{match[0]!r} ({better}): {sentence[:150]}"
-        for sentence in sentences(page.read_text()) for word, better in INSTEAD.items()
+        for sentence in sentences(text) for word, better in INSTEAD.items()
         for match in re.finditer(rf"\b(?:{word})\b", sentence, re.IGNORECASE)
     ]  # fmt: skip
     found += [
-        f"begins with {sentence.split()[0]}: {sentence[:150]}" for sentence in sentences(page.read_text())
+        f"begins with {sentence.split()[0]}: {sentence[:150]}" for sentence in sentences(text)
         if sentence.strip("*(").startswith(tuple(f"{word} " for word in STARTS)) and not sentence.endswith("?")
     ]  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_word_has_to_be_learnt(page: Path) -> None:
+    found = private(page.read_text())
+    assert not found, "\n".join(found)
+
+
+def test_the_help_of_commands_has_none_either() -> None:
+    reference = runpy.run_path(str(ROOT / "docs/write_reference.py"))
+    found = private("\n\n".join(reference["commands"]()))
     assert not found, "\n".join(found)
 
 

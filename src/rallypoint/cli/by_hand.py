@@ -111,13 +111,13 @@ def server(
     id: Annotated[str, typer.Option(help="This server's name; by default RALLYPOINT_ID, or server-PID.")] = "",
     link_mbit: Annotated[float, typer.Option(
         min=0, max=MOST_MBIT, metavar="MBIT/S",
-        help="What its link carries: it gets shards in proportion (0: like most others).",
+        help="The rate of its link: it gets shards in proportion (0: like most others).",
     )] = 0.0,
 ) -> None:  # fmt: skip
     """Run one server of one job: it owns a part of the parameters. On SIGTERM it hands its shards over and ends.
 
-    Start as many as the coordinator was told to wait for, at any time, before it or after it; later ones take their
-    share too. One that has died is replaced by another, under any name. At --bind 0.0.0.0:0 it tells others the address
+    Start the number that the coordinator waits for, at any time, before it or after it; later ones take their share
+    too. Replace one that has died by another, under any name. At --bind 0.0.0.0:0 it tells others the address
     of the interface that leads to the coordinator. RALLYPOINT_NEAR is its rack, by any name: backups are in another.
 
     Example: [bold]rallypoint server --coordinator 10.0.0.7:4700 --bind 10.0.0.8:0 --token-file server.token[/bold]
@@ -156,8 +156,8 @@ def worker(
 ) -> None:  # fmt: skip
     """Run a script, or any program that calls rallypoint.join(), as one worker of one job.
 
-    Start as many as the coordinator was told to wait for, at any time, before it or after it; more stand by and take
-    over. One that has died is replaced by another, under any name. On SIGTERM it hands its replicas over and ends.
+    Start the number that the coordinator waits for, at any time, before it or after it; more stand by and take over.
+    Replace one that has died by another, under any name. On SIGTERM it hands its replicas over and ends.
 
     The program gets the coordinator's places, and the worker's token and name, in its environment. With how many
     intra-op threads it computes is a part of the job: --threads of `rallypoint coordinator`.
@@ -269,7 +269,7 @@ def token(
     """Print a new token for a job, with --role the one of a role, or make its members' certificates (--tls).
 
     With a role's token a process can be of that role and of no other. Give the coordinator the job's token, and each
-    machine those of the roles that it runs. A new file that the token is written to is made readable for you alone.
+    machine the tokens of its roles. A new file that the token is written to is made readable for you alone.
 
     Example: [bold]rallypoint token > job.token[/bold]
 

@@ -28,8 +28,8 @@ def render(
 ) -> None:
     """Print the manifests of a job: pods of every role with probes, storage, a disruption budget.
 
-    What has no option is yours to edit in what is printed: the storage class, servers' processors, when to pull. The
-    namespace is that of kubectl apply.
+    Edit the printed manifests for settings without an option: the storage class, servers' processors, when to pull. The
+    namespace is the one of kubectl apply.
 
     Example: [bold]rallypoint k8s render --image me/train:1 --workers 2:8 --servers 2 train.py > job.yaml[/bold]
     """

@@ -49,8 +49,8 @@ def slurm(
 
     The job asks for the coordinator and servers, and for workers, as two components of one heterogeneous job. The
     folder it is submitted from must be seen by all nodes. Before its time limit it stores the last version and asks to
-    be run again; run again it goes on from there, as after a preemption or a lost node. What is printed is short, and
-    yours to edit: module load, another partition for servers, the seconds before the limit.
+    be run again; then it goes on from there, as after a preemption or a lost node. Edit the printed script as you
+    need: module load, another partition for servers, the seconds before the limit.
 
     Example: [bold]rallypoint slurm train.py --workers 8 --servers 4 --gpus 1 --time 4:00:00 > job.sbatch[/bold]
     """

@@ -38,7 +38,7 @@ def run(
     """Run a script on a cluster of processes on this machine, or with --hosts on others.
 
     Processes that die are started again. Ctrl-C ends all of them; [bold]rallypoint resume[/bold] goes on from the last
-    snapshot. Workers run a copy of the script and of the modules beside it, so editing them does not touch the run.
+    snapshot. Workers run a copy of the script and of the modules next to it, so editing them does not touch the run.
 
     Example: [bold]rallypoint run --workers 4 --servers 2 train.py --my-option 3[/bold]
     """
@@ -127,7 +127,7 @@ def resume(
     write is refused; read run.json before you resume a run that somebody gave you.
 
     Settings may change: a lower learning rate or [bold]--set clip=1.0[/bold] after a loss that was not finite, more
-    steps. What the snapshot depends on (replicas, batch, seed, groups, sync, ...) cannot.
+    steps. Settings that the snapshot depends on (replicas, batch, seed, groups, sync, ...) cannot.
 
     Example: [bold]rallypoint resume runs/20260131-235959 --set optimizer.lr=1e-4[/bold]
     """
@@ -213,7 +213,7 @@ def plan(
     Eight workers on slow links, with failures: [bold]rallypoint plan --model 350M --gpus 8 --link 10Gbit
     --compute 600ms --mtbf 30d[/bold]
 
-    What would a finished run, or one that goes on, gain from more servers or bf16? [bold]rallypoint plan
+    The gain of a run, finished or not, from more servers or bf16: [bold]rallypoint plan
     runs/20260131-235959 --link 10Gbit --codec bf16[/bold]
     """
     from rallypoint.launch.commands.costing import answer

@@ -159,7 +159,7 @@ def replay(
     """Compute a step of a run again, with the same bytes as then, and look at it; or say where two runs part.
 
     It begins with the nearest snapshot at or before the step, with the script that the run has kept, in one process and
-    a temporary folder. The run's own folder is only read, and may be that of a run that goes on. The script's loop ends
+    a temporary folder. The run's own folder is only read, and the run may be going on. The script's loop ends
     after the step, and its evaluations are left out.
 
     Shown are each replica's loss and samples; the first module whose output is not finite; and whether

@@ -54,11 +54,11 @@ JobAddress = Annotated[str, typer.Option(
     "file:PATH with one a line, or srv+dns://NAME; by default RALLYPOINT_COORDINATOR.",
 )]  # fmt: skip
 TokenFile = Annotated[str, typer.Option(
-    metavar="FILE", help="The file that holds the job's token, or that of this role; by default RALLYPOINT_TOKEN_FILE "
+    metavar="FILE", help="The file with the job's token, or this role's; by default RALLYPOINT_TOKEN_FILE "
     "or RALLYPOINT_TOKEN. `rallypoint token` makes them.",
 )]  # fmt: skip
 HealthAt = Annotated[str, typer.Option(
-    metavar="HOST:PORT", help="Answer GET /healthz and /readyz here: for the probes of whoever runs this process.",
+    metavar="HOST:PORT", help="Answer GET /healthz and /readyz at this address, for probes.",
 )]  # fmt: skip
 Tls = Annotated[str, typer.Option(
     metavar="FOLDER", help="Use TLS, with this role's certificate in a folder of `rallypoint token --tls`; by default "
@@ -94,7 +94,7 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
     ), LAUNCHER] = ""  # fmt: skip
     keep_last: Annotated[int, option(
         min=1, metavar="N", panel=SNAPSHOTS,
-        help="Snapshots to keep: the last so many (and the best, with --set evaluation.keep_best=loss).",
+        help="How many of the last snapshots to keep (and the best, with --set evaluation.keep_best=loss).",
     )] = 3  # fmt: skip
     config: ConfigFile = None
     sets: Sets = None
@@ -104,7 +104,7 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
     ), LAUNCHER] = None  # fmt: skip
     or_resume: Annotated[bool, option(
         "--or-resume", metavar=None, panel=FILES,
-        help="If --folder holds a run already, go on with it from its newest snapshot (without one: anew).",
+        help="If --folder holds a run already, go on from its newest snapshot (without one: from the start).",
     ), LAUNCHER] = False  # fmt: skip
     overwrite: Annotated[bool, option(
         "--overwrite", metavar=None, panel=FILES, help="Delete the run that --folder holds already.",

@@ -43,7 +43,7 @@ Bind = Annotated[str, option(
     help="Where the coordinator listens (port 0: any free one), and the host at which servers do.",
 ), PRIVATE]  # fmt: skip
 Advertise = Annotated[str, option(
-    metavar="HOST[:PORT]", panel=CLUSTER, help="What others connect to, where --bind is 0.0.0.0.",
+    metavar="HOST[:PORT]", panel=CLUSTER, help="The address that others connect to, if --bind is 0.0.0.0.",
 ), PRIVATE]  # fmt: skip
 
 
@@ -62,7 +62,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     )] = 3.0  # fmt: skip
     hang_after: Annotated[float, option(
         min=0, metavar="S", panel=CLUSTER,
-        help="Give a worker up whose main thread does nothing for so long while all others wait for it (0: never).",
+        help="Give a worker up if its main thread does nothing for this time while all others wait (0: never).",
     )] = 60.0  # fmt: skip
     backup_tasks: Annotated[bool, option(
         "--backup-tasks", metavar=None, panel=CLUSTER,
@@ -91,7 +91,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ), LAUNCHER] = 1  # fmt: skip
     engine: Annotated[str, option(
         metavar="NAME", panel=CLUSTER,
-        help="What starts the processes: local (this machine), ray, ssh, or slurm (inside of its job).",
+        help="The launcher of the processes: local (this machine), ray, ssh, or slurm (inside its job).",
     ), LAUNCHER] = "local"  # fmt: skip
     address: Annotated[str, option(
         metavar="ADDRESS", panel=CLUSTER, show_default=False,
@@ -105,10 +105,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         help="Use TLS for every link, with the certificates of `rallypoint token --tls`; auto makes some for the run.",
     ), LAUNCHER, PRIVATE] = ""  # fmt: skip
     snapshot_seconds: Annotated[float | None, option(
-        min=0, metavar="S", panel=SNAPSHOTS, help="Take one every so many seconds; 0: not by time. By default 60.",
+        min=0, metavar="S", panel=SNAPSHOTS, help="Seconds between two snapshots; 0: not by time. By default 60.",
     )] = None  # fmt: skip
     snapshot_steps: Annotated[int, option(
-        min=0, metavar="N", panel=SNAPSHOTS, help="Take a snapshot every so many steps; 0: not by steps.",
+        min=0, metavar="N", panel=SNAPSHOTS, help="Steps between two snapshots; 0: not by steps.",
     )] = 0  # fmt: skip
     snapshots: Annotated[str, option(
         metavar="URL", panel=SNAPSHOTS,

@@ -271,7 +271,7 @@ class CostOptions(msgspec.Struct, frozen=True, kw_only=True):
     )] = ""  # fmt: skip
     servers: Annotated[list[int] | None, option(
         "--servers", "-s", min=1, metavar="N", panel=_MACHINES,
-        help="Look at so many servers; may be repeated. By default at numbers that suit the workers.",
+        help="Look at this number of servers; may be repeated. By default at numbers that suit the workers.",
     )] = None  # fmt: skip
     memory: Annotated[str, option(
         metavar="SIZE", panel=_MACHINES, help="Of a GPU, as 80GB: what does not fit is not recommended.",
