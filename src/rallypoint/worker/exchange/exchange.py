@@ -38,14 +38,7 @@ from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.worker.exchange.arrivals import Arrivals, LeasedPull, RowPulls, WordPulls, optimizer_state
 from rallypoint.worker.exchange.arrivals import States as Records
 from rallypoint.worker.exchange.links import ExchangeContext, Links
-from rallypoint.worker.exchange.locked import (
-    LockedShell,
-    NarrowVector,
-    Rewound,
-    ShardMemory,
-    SlotMemory,
-    WholeVector,
-)
+from rallypoint.worker.exchange.locked import LockedShell, NarrowVector, Rewound, ShardMemory, SlotMemory, WholeVector
 from rallypoint.worker.exchange.pushes import (
     CodecStates,
     Contributions,

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -78,11 +77,9 @@ class DeltaSource:
 
         Raises Rewound when what was computed is stale.
         """
-        raise NotImplementedError
 
     def abandon(self) -> None:
         """The replica in progress is stale: drop its work."""
-        raise NotImplementedError
 
     def remove(self) -> None:
         """The run is over: take every hook off the model."""
@@ -138,30 +135,22 @@ class Staging:
         """End any thread."""
 
 
-class DeviceCopies(Protocol):
-    """Copies from a device to the host, one after the other, beside what the device computes."""
-
-    def now(self) -> Callable[[], None]:
-        """Return what makes copies that begin later wait for all that this thread has given the device so far."""
-
-    def copy(self, slot: torch.Tensor, values: torch.Tensor) -> None:
-        """Begin to copy `values`, which must live until the copy is complete."""
-
-    def mark(self) -> Callable[[], None]:
-        """Return what waits until everything copied so far is in its slot. Any thread may call that."""
-
-
 class CudaCopies:
-    """`DeviceCopies` on a side stream. What is elsewhere (a loss on the host, or on another GPU) is copied at once."""
+    """Copies from a GPU to the host, one after the other, on a stream beside the one that computes.
+
+    What is elsewhere (a loss on the host, or on another GPU) is copied at once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def now(self) -> Callable[[], None]:
+        """Return what makes copies that begin later wait for all that this thread has given the device so far."""
         event = torch.cuda.current_stream(self._device).record_event()
         return partial(self._stream.wait_event, event)
 
     def copy(self, slot: torch.Tensor, values: torch.Tensor) -> None:
+        """Begin to copy `values`, which must live until the copy is complete."""
         if values.device != self._device:
             slot.copy_(values)
             return
@@ -169,6 +158,7 @@ class CudaCopies:
             slot.copy_(values, non_blocking=True)
 
     def mark(self) -> Callable[[], None]:
+        """Return what waits until everything copied so far is in its slot. Any thread may call that."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # else the wait takes a core
         event.record(self._stream)
         return event.synchronize
@@ -189,7 +179,7 @@ class DeviceStaging(Staging):
 
     eager = False
 
-    def __init__(self, copies: DeviceCopies, failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, copies: CudaCopies, failed: Callable[[BaseException], None]) -> None:
         self._copies, self._failed = copies, failed
         self._copied: list[torch.Tensor] = []  # since the last `then`
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], list[torch.Tensor], Callable[[], None]] | None]
