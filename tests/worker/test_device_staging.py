@@ -37,8 +37,11 @@ class LateCopies:
 
     def __init__(self) -> None:
         self.copies: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None]]] = []
-        self.made = self.given = self.behind = 0
+        self.made = self.given = self.behind = self.seen = 0
         self._lock = threading.Lock()
+
+    def see(self) -> None:
+        self.seen += 1
 
     def now(self) -> Callable[[], None]:
         self.given += 1
@@ -201,6 +204,7 @@ def test_no_hook_waits_for_a_slot_so_signals_are_seen(computed: Any) -> None:
     shards = [shard for shard in source._exchange.layout.shards if shard.role == "parameters"]
     assert sorted(replica.sent) == [shard.index for shard in shards]
     assert len(copies.copies) == 6 < len(shards)  # one for each parameter, however many shards it lies in
+    assert copies.seen == 6  # they may be of several streams, and of each the copies are behind
     assert not source._exchange.buffer[: shards[0].stop].isnan().any()
 
 

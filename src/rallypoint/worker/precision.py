@@ -84,9 +84,6 @@ class HeldParameters:
         self._on_cast()
 
 
-Examine = Callable[[int, float], None]
-
-
 class Losses:
     """The losses of a replica's micro-batches in one round, in order. Main thread only, but for `finite`.
 
@@ -96,7 +93,7 @@ class Losses:
     later leaves, and the main thread gets the error.
     """
 
-    def __init__(self, staging: Staging, examine: Examine) -> None:
+    def __init__(self, staging: Staging, examine: Callable[[int, float], None]) -> None:
         self._staging, self._examine = staging, examine
         self._values: list[float] = []
         self._added, self._step = 0, 0
