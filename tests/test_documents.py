@@ -18,7 +18,7 @@ from rallypoint.cli import app
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-MOST_README, MOST_TOGETHER = 700, 44_000  # words, as `wc -w` counts them
+MOST_README, MOST_TOGETHER = 700, 44_500  # words, as `wc -w` counts them
 
 
 def anchors(page: Path) -> set[str]:

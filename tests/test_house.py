@@ -46,7 +46,7 @@ BUDGETS = {
     "rows of the feature table": 34,
     "refused pairs": 48,
     "fields of View": 18,
-    "lines": 81_507,
+    "lines": 81_640,
     "files": 325,
     "folders": 35,
     "classes that share their name": 4,

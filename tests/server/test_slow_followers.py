@@ -91,12 +91,6 @@ class Cluster:
         self._stack.close()
 
 
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection with a full window is ended after some seconds, in which a busy machine does not make all steps."""
-    monkeypatch.setattr("rallypoint.net.tcp.DEAD_AFTER_S", PATIENCE_S)
-
-
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     cluster = Cluster(Sync(quorum=1))

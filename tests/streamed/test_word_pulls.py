@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +17,10 @@ from rallypoint.config import record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.shard.pulls import MOST_WAITING, Request, Requests
+from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import SKIP, Header, Kind
-from rallypoint.worker.exchange.arrivals import Range, ranges_of
+from rallypoint.worker.exchange.arrivals import Range, WordPulls, ranges_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "net"))
 
@@ -141,3 +145,32 @@ def test_a_parameter_is_pulled_from_all_shards_that_hold_a_part_of_it() -> None:
         "b": [Range(0, 2, 3, 0), Range(1, 0, 5, 3), Range(2, 0, 4, 8)],
         "a": [Range(2, 4, 1, 0), Range(3, 0, 2, 1)],
     }
+
+
+def test_an_answer_that_is_still_arriving_when_words_are_asked_for_again_is_not_mixed_with_the_new_one() -> None:
+    """A script's own reads take any version. The old primary's answer is being received when there is a new one."""
+    sent: list[Header] = []
+    shell = SimpleNamespace(
+        number=ViewNumber(1, 1), view=SimpleNamespace(primary={0: "s"}, generation=ViewNumber(1, 1)),
+        links=SimpleNamespace(connections={"s": 1, "t": 1}), machine=SimpleNamespace(step=4),
+    )  # fmt: skip
+    locked: Any = SimpleNamespace(changed=threading.RLock(), shell=shell)
+    links: Any = SimpleNamespace(get=lambda server: SimpleNamespace(pull=sent.append))
+    pulls = WordPulls(locked, links)
+    pulled = pulls.ask([Range(0, 0, 4, 0)], newest=True)
+
+    def arriving(asked: Header) -> tuple[Header, memoryview]:
+        header = asked._replace(kind=Kind.WORDS, length=16)
+        place = pulls.arriving(header)
+        assert place is not None
+        return header, place
+
+    old, into_old = arriving(sent[-1])
+    shell.number, shell.view.primary = ViewNumber(1, 2), {0: "t"}
+    pulls._ask_all(pulled)
+    new, into_new = arriving(sent[-1])
+    into_new[:] = np.full(4, 2.0, np.float32).tobytes()
+    pulls.arrived(new)
+    into_old[:] = np.full(4, 1.0, np.float32).tobytes()
+    pulls.arrived(old)
+    assert (len(sent), pulled.over, pulled.values.tolist()) == (2, True, [2.0] * 4)

@@ -37,8 +37,11 @@ class LateCopies:
 
     def __init__(self) -> None:
         self.copies: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None]]] = []
-        self.made = self.given = self.behind = 0
+        self.made = self.given = self.behind = self.seen = 0
         self._lock = threading.Lock()
+
+    def see(self) -> None:
+        self.seen += 1
 
     def now(self) -> Callable[[], None]:
         self.given += 1
@@ -201,6 +204,7 @@ def test_no_hook_waits_for_a_slot_so_signals_are_seen(computed: Any) -> None:
     shards = [shard for shard in source._exchange.layout.shards if shard.role == "parameters"]
     assert sorted(replica.sent) == [shard.index for shard in shards]
     assert len(copies.copies) == 6 < len(shards)  # one for each parameter, however many shards it lies in
+    assert copies.seen == 6  # they may be of several streams, and of each the copies are behind
     assert not source._exchange.buffer[: shards[0].stop].isnan().any()
 
 
@@ -268,3 +272,15 @@ def test_a_device_that_copies_late_changes_no_byte(monkeypatch: pytest.MonkeyPat
     assert copies.made == len(copies.copies) > 0
     types = {slot.dtype for slot, _ in copies.copies} - {torch.float64}  # (losses)
     assert types == {torch.bfloat16 if settings.get("codec") or "memory.hold" in settings else torch.float32}
+
+
+def test_an_rnn_whose_parameters_are_cast_is_one_piece_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN wants that; on a CPU torch does nothing then."""
+    model = torch.nn.ModuleDict({"rnn": torch.nn.LSTM(4, 4), "out": torch.nn.Linear(4, 3)})
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(torch.nn.LSTM, "flatten_parameters", lambda rnn: seen.append(rnn.weight_hh_l0.dtype))
+    with EmbeddedJob() as job:
+        for micro in job.train(model, DATA, replicas=1, batch=4, steps=2, optimizer=AdamW(lr=1e-2), **HELD):
+            with micro:
+                micro.backward(model["out"](model["rnn"](micro.batch[0][:, None, :4])[0]).float().sum())
+    assert seen == [torch.bfloat16, torch.float32]

@@ -25,7 +25,9 @@ from rallypoint.observe.usage import LinkPace, Traffic
 
 # ---- What the kernel knows of a TCP connection (linux/tcp.h, struct tcp_info), and what it is told ----
 
-DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
+DEAD_AFTER_S = 3.0  # a link whose other machine answers nothing for this long is lost
+_LOOK_S = 1  # so often a thread that waits looks whether it still answers
+_LONGEST_PROBE_S = 120.0  # TCP_RTO_MAX
 UNSENT_BYTES = 512 << 10  # unsent bytes in the kernel: few, so that credits can overtake bulk data
 SO_MAX_PACING_RATE = 47  # asm-generic/socket.h: bytes a second; all ones: no limit
 ENDED = 7  # TCP_CLOSE, the state of a connection that has ended by an error (include/net/tcp_states.h)
@@ -38,6 +40,8 @@ _STATE = struct.Struct("=B51xII")  # the state; tcpi_last_data_recv and tcpi_las
 _PACE = struct.Struct("=120xQ40xQ")  # tcpi_bytes_acked, and tcpi_busy_time in microseconds (Linux 4.10)
 # tcpi_bytes_acked, tcpi_notsent_bytes; tcpi_busy_time, tcpi_rwnd_limited, tcpi_sndbuf_limited in microseconds (4.10)
 _SENT = struct.Struct("=120xQ16xI20xQQQ")
+# tcpi_probes, tcpi_backoff; tcpi_rto (us); tcpi_unacked; the times of `_STATE`; tcpi_notsent_bytes; tcpi_snd_wnd (5.4)
+_UNANSWERED = struct.Struct("=3xBB3xI12xI24xII84xI80xI")
 _ROUND_TRIP = struct.Struct("=68xI")  # tcpi_rtt, smoothed, in microseconds
 
 
@@ -48,6 +52,19 @@ def state_of(sock: socket.socket) -> tuple[int, float]:
         state, *milliseconds = _STATE.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE.size))
         return state, min(milliseconds) / 1000
     return 0, math.inf
+
+
+def is_dead(sock: socket.socket) -> bool:
+    """True if something is to be sent, and the other machine has answered nothing for `DEAD_AFTER_S`.
+
+    One whose process does not read answers the probes of its full window, which come more and more rarely.
+    """
+    with contextlib.suppress(OSError, struct.error, AttributeError):
+        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNANSWERED.size)
+        probes, backoff, timeout, unacked, *silent, unsent, window = _UNANSWERED.unpack(told)
+        probe = 0.0 if window or probes > 2 else min((timeout << backoff) / 1e6, _LONGEST_PROBE_S)
+        return bool(unacked or (unsent and not window)) and min(silent) / 1000 > DEAD_AFTER_S + probe
+    return False
 
 
 def round_trip_of(sock: socket.socket) -> float:
@@ -114,12 +131,14 @@ def limit_received(sock: socket.socket, nbytes: int) -> None:
 
 
 def tune(sock: socket.socket) -> None:
-    """Make a link quick, and lost when nothing is acknowledged for `DEAD_AFTER_S`."""
+    """Make a link quick. A machine that does not answer is noticed by keepalives, or by `is_dead` while something is to
+    be sent: with TCP_USER_TIMEOUT a process that does not read for so long would be taken for dead."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     choose_cubic(sock)
+    for wait in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # of a socket without a time-out of Python's
+        sock.setsockopt(socket.SOL_SOCKET, wait, struct.pack("ll", _LOOK_S, 0))
     for option, value in (
-        ("TCP_USER_TIMEOUT", int(DEAD_AFTER_S * 1000)),
         ("TCP_KEEPIDLE", 1),
         ("TCP_KEEPINTVL", 1),
         ("TCP_KEEPCNT", int(DEAD_AFTER_S)),
@@ -186,7 +205,7 @@ class TcpConnection:
         self._peer = peer
         self._deadline: float | None = None
         self._lock = threading.Lock()
-        self._users, self._closed = 0, False  # threads inside `send` and `recv_into`
+        self._users, self._closed, self._dead = 0, False, False  # `_users`: threads inside `send` and `recv_into`
         tune(sock)
         self._port = port or Port()
         self.local = is_local(sock)
@@ -214,7 +233,11 @@ class TcpConnection:
             while left:
                 if self._deadline is not None:
                     self._socket.settimeout(self._left())
-                sent = self._socket.sendmsg(left)
+                try:
+                    sent = self._socket.sendmsg(left)
+                except BlockingIOError:
+                    self._look()
+                    continue
                 self._flow.sent += sent
                 left = _after(left, sent)
         except (OSError, ValueError) as error:
@@ -235,7 +258,13 @@ class TcpConnection:
         try:
             if self._deadline is not None:
                 self._socket.settimeout(self._left())
-            if got := self._socket.recv_into(view, 0, socket.MSG_WAITALL if whole else 0):
+            while True:
+                try:
+                    got = self._socket.recv_into(view, 0, socket.MSG_WAITALL if whole else 0)
+                    break
+                except BlockingIOError:
+                    self._look()
+            if got:
                 self._flow.received += got
                 return got
             raise self._ended()
@@ -284,9 +313,16 @@ class TcpConnection:
             if self._closed and not self._users:
                 self._end()
 
+    def _look(self) -> None:
+        """A thread has waited for some time."""
+        if is_dead(self._socket):
+            self._dead = True
+            self._socket.shutdown(socket.SHUT_RDWR)  # for the other thread
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
     def _ended(self) -> LinkError:
         """The stream has ended: say whether the peer closed it. If not, the sending thread got the error."""
-        if state_of(self._socket)[0] == ENDED:
+        if self._dead or state_of(self._socket)[0] == ENDED:
             return self._kind_of_reset()(f"the link to {self._peer} broke")
         return LinkClosed(f"{self._peer} closed the link")
 

@@ -16,8 +16,6 @@ from rallypoint.worker.sources.hooks import Staging
 from rallypoint.worker.tensors import ModelTensors
 
 # Autocast around the script's code: forward passes and evaluations in bf16 or fp16, backward passes outside of it.
-
-
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -60,9 +58,6 @@ class Autocast:
 # ---- Parameters that a worker holds in bf16, while the servers keep them in fp32 ----
 
 
-_LEAST_DIMENSIONS = 2  # norms and biases are few, and BatchNorm wants its own in fp32
-
-
 class HeldParameters:
     """With ``hold="bf16"``, fp32 parameters of two or more dimensions are bf16 from the first version to the last.
 
@@ -74,7 +69,7 @@ class HeldParameters:
         held = config.memory.hold == "bf16"
         self._parameters = [
             placed.tensor for placed in tensors.parameters
-            if held and placed.tensor.dim() >= _LEAST_DIMENSIONS and placed.tensor.dtype == torch.float32
+            if held and placed.tensor.dim() > 1 and placed.tensor.dtype == torch.float32
         ]  # fmt: skip
         self._on_cast = on_cast
         self._narrow = False
@@ -89,9 +84,6 @@ class HeldParameters:
         self._on_cast()
 
 
-Examine = Callable[[int, float], None]
-
-
 class Losses:
     """The losses of a replica's micro-batches in one round, in order. Main thread only, but for `finite`.
 
@@ -101,7 +93,7 @@ class Losses:
     later leaves, and the main thread gets the error.
     """
 
-    def __init__(self, staging: Staging, examine: Examine) -> None:
+    def __init__(self, staging: Staging, examine: Callable[[int, float], None]) -> None:
         self._staging, self._examine = staging, examine
         self._values: list[float] = []
         self._added, self._step = 0, 0

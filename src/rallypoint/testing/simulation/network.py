@@ -20,7 +20,7 @@ from rallypoint.observe.recording import Recorder
 
 LATENCY_S = (0.0002, 0.004)
 SLOW_S = 0.05  # now and then a message takes so long
-DEAD_AFTER_S = 3.0  # a link that carries nothing for so long breaks, as TCP_USER_TIMEOUT has it
+DEAD_AFTER_S = 3.0  # a link that carries nothing for so long breaks
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = 0.1  # until a link that has broken is made again
 

@@ -444,12 +444,15 @@ class WordPulls:
         with self._locked.changed:
             shell = self._locked.shell
             pulled = PulledParameter(max(0, shell.machine.step), shell.view.generation, newest, values, {})
-            for part in ranges:
-                number = next(self._numbers) % _NUMBERS
-                pulled.missing[number] = part
-                self._open[number] = pulled
+            self._misses(pulled, ranges)
             self._ask_all(pulled)
         return pulled
+
+    def _misses(self, pulled: PulledParameter, ranges: Iterable[Range]) -> None:
+        for part in ranges:
+            number = next(self._numbers) % _NUMBERS
+            pulled.missing[number] = part
+            self._open[number] = pulled
 
     def drop(self, pulled: PulledParameter) -> None:
         """Forget a parameter: what still comes of it is ignored."""
@@ -529,8 +532,13 @@ class WordPulls:
         return f"parameters of step {pulled.version}: {self._links.describe(shards, home)}"
 
     def _ask_all(self, pulled: PulledParameter) -> None:
-        """Ask for what was not asked for under this view and over this connection. A lost request is repeated (I2)."""
+        """Ask for what was not asked for under this view and over this connection. A lost request is repeated (I2): if
+        any version is right, with new numbers and memory, as an answer of another version may be arriving."""
         shell = self._locked.shell
+        if pulled.newest and any(number in pulled.asked for number, _, _ in self._unasked(pulled)):
+            pulled.values = memory_of(len(pulled.values), pinned=self._pinned).copy_(pulled.values)
+            lost = [(self._open.pop(number), pulled.missing.pop(number))[1] for number in list(pulled.missing)]
+            self._misses(pulled, lost)
         for number, part, asked in list(self._unasked(pulled)):
             pulled.asked[number] = asked
             if (link := self._links.get(asked[1])) is not None:

@@ -59,7 +59,6 @@ from rallypoint.worker.exchange.pushes import (
 )
 
 # ---- The worker's plan of its job, from the configuration and the layout ----
-#
 
 
 def worker_plan(

@@ -45,19 +45,15 @@ class Receiver:
 
     def landed(self, shard: int) -> None:
         """The version that `arriving` accepted is complete."""
-        raise NotImplementedError
 
     def link_up(self, server: Member) -> None:
         """The link is connected (again)."""
-        raise NotImplementedError
 
     def link_lost(self, server: Member, error: RallypointError) -> None:
         """The link has ended and touches no slot any more. It will reconnect."""
-        raise NotImplementedError
 
     def link_failed(self, server: Member, fault: Exception) -> None:
         """A fault of our own has ended the link for good."""
-        raise NotImplementedError
 
     def decode(self, shard: int, payload: memoryview) -> None:
         """Decode the payload of the version that `arriving` accepted. ProtocolError if it cannot be read."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 #
 # Tensors have no lock. The bytes of a slot belong to one thread at a time, by the slot's state in the machine:
 #
-#     FILLING   the main thread
+#     FILLING   the main thread; of a GPU's gradients the staging's
 #     QUEUED    a link's sending thread
 #     LANDING   a link's receiving thread
 

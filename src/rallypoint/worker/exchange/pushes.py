@@ -212,9 +212,6 @@ def _pools(layout: Layout, codecs: ShardCodecs) -> list[BufferPool | None]:
 # ---- Sends contributions: slots of the exchange buffer, raw or encoded, and rows of tables ----
 
 
-# The memory of a worker that adds up its replicas before it sends them (core/sums/presum.py decides what).
-
-
 @dataclass(frozen=True, slots=True)
 class BlockTally:
     """The total weight of a block, and its replicas with a loss, or a gradient, that is not finite."""

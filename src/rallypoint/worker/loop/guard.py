@@ -112,7 +112,7 @@ class ModelGuard:
         self._tensors = list(self._named.values())
         self._trains = [name in trained for name in self._named]
         self._known = {id(tensor) for tensor in self._tensors} | {id(m.weight) for same in tensors.tables for m in same}
-        self.cast()
+        self._places = {name: (tensor.device, tensor.dtype) for name, tensor in self._named.items()}
         owners = dict(model.named_modules(remove_duplicate=False))
         self._buffers = [
             (owners[owner], leaf, placed.tensor)
@@ -174,6 +174,9 @@ class ModelGuard:
 
     def cast(self) -> None:
         """The job itself has given parameters another type: the present ones are right."""
+        for module in self._model.modules():
+            if isinstance(module, torch.nn.RNNBase):
+                module.flatten_parameters()  # else cuDNN copies all of its weights into one piece at each forward
         self._places = {name: (tensor.device, tensor.dtype) for name, tensor in self._named.items()}
 
     def wrote(self, tensor: torch.Tensor, times: int) -> None:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -79,11 +78,9 @@ class DeltaSource:
 
         Raises Rewound when what was computed is stale.
         """
-        raise NotImplementedError
 
     def abandon(self) -> None:
         """The replica in progress is stale: drop its work."""
-        raise NotImplementedError
 
     def remove(self) -> None:
         """The run is over: take every hook off the model."""
@@ -112,14 +109,9 @@ def send_buffers(tensors: ModelTensors, exchange: Exchange, replica: int) -> Non
 
 
 class Staging:
-    """Copies gradients into slots: in CPU memory, at once.
+    """Copies gradients into slots: in CPU memory, at once."""
 
-    Attributes:
-        eager: True: every micro-batch's gradient is added into the slot at once and freed. False: autograd accumulates
-            on the device, and only the last micro-batch's hook writes.
-    """
-
-    eager = True
+    eager = True  # every micro-batch's gradient is added into the slot. Else only the last one's hook writes
 
     def write(self, slot: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
         """Copy (or add) `gradient` into `slot`, a CPU view of the same shape."""
@@ -139,30 +131,31 @@ class Staging:
         """End any thread."""
 
 
-class DeviceCopies(Protocol):
-    """Copies from a device to the host, one after the other, beside what the device computes."""
-
-    def now(self) -> Callable[[], None]:
-        """Return what makes copies that begin later wait for all that this thread has given the device so far."""
-
-    def copy(self, slot: torch.Tensor, values: torch.Tensor) -> None:
-        """Begin to copy `values`, which must live until the copy is complete."""
-
-    def mark(self) -> Callable[[], None]:
-        """Return what waits until everything copied so far is in its slot. Any thread may call that."""
-
-
 class CudaCopies:
-    """`DeviceCopies` on a side stream. What is elsewhere (a loss on the host, or on another GPU) is copied at once."""
+    """Copies from a GPU to the host, one after the other, on a stream beside the one that computes. What is elsewhere
+    (a loss on the host, or on another GPU) is copied at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._seen: set[torch.cuda.Stream] = set()  # a script may compute on several
+
+    def see(self) -> None:
+        """The next `now` is also of the stream on which this thread computes at the moment."""
+        self._seen.add(torch.cuda.current_stream(self._device))
 
     def now(self) -> Callable[[], None]:
-        event = torch.cuda.current_stream(self._device).record_event()
-        return partial(self._stream.wait_event, event)
+        """Return what makes copies that begin later wait for all that this thread has given the device so far."""
+        self.see()
+        events = [self._seen.pop().record_event() for _ in range(len(self._seen))]
+
+        def wait() -> None:
+            for event in events:
+                self._stream.wait_event(event)
+
+        return wait
 
     def copy(self, slot: torch.Tensor, values: torch.Tensor) -> None:
+        """Begin to copy `values`, which must live until the copy is complete."""
         if values.device != self._device:
             slot.copy_(values)
             return
@@ -170,6 +163,7 @@ class CudaCopies:
             slot.copy_(values, non_blocking=True)
 
     def mark(self) -> Callable[[], None]:
+        """Return what waits until everything copied so far is in its slot. Any thread may call that."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # else the wait takes a core
         event.record(self._stream)
         return event.synchronize
@@ -190,8 +184,8 @@ class DeviceStaging(Staging):
 
     eager = False
 
-    def __init__(self, copies: DeviceCopies, failed: Callable[[BaseException], None]) -> None:
-        self._copies, self._failed = copies, failed
+    def __init__(self, copies: CudaCopies, failed: Callable[[BaseException], None]) -> None:
+        self._copies, self._failed, self.see = copies, failed, copies.see
         self._copied: list[torch.Tensor] = []  # since the last `then`
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], list[torch.Tensor], Callable[[], None]] | None]
         self._queue = queue.SimpleQueue()
@@ -216,9 +210,8 @@ class DeviceStaging(Staging):
     def drain(self) -> None:
         drained = threading.Event()
         self.soon(partial(self.then, drained.set))  # behind what the calls before it stage
-        while not drained.wait(1.0):
-            if not self._thread.is_alive():
-                return  # the thread failed and has reported it
+        while not drained.wait(1.0) and self._thread.is_alive():
+            pass  # (a thread that failed has reported it)
 
     def close(self) -> None:
         self._queue.put(None)
@@ -238,8 +231,7 @@ class DeviceStaging(Staging):
                 return
             del item, wait, call  # the next one may be long in coming
 
-    def _let_go(self) -> None:
-        """Nothing is copied any more: hold no gradient."""
+    def _let_go(self) -> None:  # nothing is copied any more: hold no gradient
         self._copied = []
         with suppress(queue.Empty):
             while True:
@@ -660,6 +652,7 @@ class DeviceGradients(GradientHooks):
         self._stale = False
 
     def _whole_gradient(self, index: int, placed: Placed, gradient: torch.Tensor) -> None:
+        self._staging.see()
         self._bucket.append((index, placed, gradient))
         self._bytes += gradient.nbytes
         if self._bytes >= _BUCKET_BYTES:

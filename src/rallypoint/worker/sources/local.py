@@ -194,12 +194,18 @@ class _Inner:
         if self.delayed:
             self.earlier = self.before
         state = self.optimizer.state_dict()["state"]
-        self.before = {index: {name: _on_host(t) for name, t in kept.items()} for index, kept in state.items()}
+        self.before = {
+            index: {name: None if t is None else t.to("cpu", copy=True) for name, t in kept.items()}
+            for index, kept in state.items()
+        }
 
     def go_back(self) -> None:
         """Begin the same round again: restore the optimizer's state."""
         self.whole = False
-        state = {index: {name: _copy(t) for name, t in kept.items()} for index, kept in self.before.items()}
+        state = {
+            index: {name: None if t is None else t.clone() for name, t in kept.items()}
+            for index, kept in self.before.items()
+        }
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
     def step_back(self) -> None:
@@ -207,14 +213,6 @@ class _Inner:
         if self.drift is not None and self.drift.earlier is not None:
             self.round, self.before = self.round - 1, self.earlier
             self.drift.step_back()
-
-
-def _on_host(value: torch.Tensor | None) -> torch.Tensor | None:
-    return None if value is None else value.to("cpu", copy=True)
-
-
-def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
-    return None if value is None else value.clone()
 
 
 # ---- Local steps with fragments (streaming DiLoCo), and with a delay: a round sends only some of the shards ----
