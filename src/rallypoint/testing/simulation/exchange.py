@@ -3,19 +3,86 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rallypoint.core.sums import Part
 from rallypoint.core.view import View
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
+from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import Node, SimulatedLink, Wire, watch
-from rallypoint.testing.simulation.pulls import SimulatedRowPulls
 from rallypoint.testing.simulation.replicas.codec_states import SimulatedEncoder
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean
+from rallypoint.worker.exchange.arrivals import RowPull
 from rallypoint.worker.exchange.exchange import worker_plan
+
+_NO_BYTES = (memoryview(b""), 0)  # names are as long as nothing
+
+
+class SimulatedRowPulls:
+    """One worker's pull. `send(server, message)` sends to a server, or nowhere if its link is lost."""
+
+    def __init__(self, job: SimulatedJob, shell: WorkerShell, send: Callable[[str, Any], None]) -> None:
+        self._job, self._shell, self._send = job, shell, send
+        self._pull: RowPull | None = None
+        self._pulls = 0
+        self._got: dict[int, Content] = {}
+        self._replica = -1
+
+    def begin(self, replica: int, shards: Iterable[int]) -> None:
+        """The forward pass of the replica in progress needs rows of these parts of tables."""
+        self._pulls += 1
+        self._replica = replica
+        self._pull = RowPull.of(
+            self._pulls, self._shell.machine, dict.fromkeys(shards, _NO_BYTES),
+            newest=not self._shell.machine.computing,
+        )  # fmt: skip
+
+    def whole(self, version: int) -> None:
+        """All shards are needed at a version that is to be evaluated, and may not exist yet."""
+        self._pulls += 1
+        self._replica = -1
+        wanted = dict.fromkeys(range(self._job.shards), _NO_BYTES)
+        own = {shard: self._job.cadence.updates_before(shard, version) for shard in wanted}
+        self._pull = RowPull(self._pulls, version, False, wanted, own=own)
+
+    def whole_model(self) -> list[Content]:
+        """What has come of all shards."""
+        return [content for _, content in sorted(self._got.items())]
+
+    @property
+    def outdated(self) -> bool:
+        """Do the servers not keep the step in progress any more?"""
+        return self._pull is not None and self._pull.outdated
+
+    def ready(self) -> bool:
+        """Is there nothing (more) to wait for? If there is, ask whoever was not asked yet."""
+        pull, shell = self._pull, self._shell
+        if pull is None or pull.over:
+            return True
+        for shard in list(pull.unasked(shell.number, shell.view.primary, shell.links.connections)):
+            home = shell.view.primary[shard]
+            pull.ask(shard, shell.number, home, shell.links.connections[home])
+            asked = (pull.version_of(shard), pull.newest, pull.number, shell.machine.step, self._replica)
+            self._send(home, ("pull", shell.number, shard, *asked))
+        return False
+
+    def end(self) -> None:
+        """The replica is over, or stale."""
+        self._pull, self._got = None, {}
+
+    def arrived(self, shard: int, number: int, content: Content, *, outdated: bool) -> None:
+        """A server has answered."""
+        taken = self._pull is not None and self._pull.answered(shard, number, bytearray(), outdated=outdated)
+        if taken and not outdated:
+            self._got[shard] = content
+
+    def seen(self, model: Sequence[Content]) -> list[Content]:
+        """What the replica computes with: the model, and of tables what was pulled."""
+        tables = self._job.table_shards
+        return [self._got.get(shard, self._job.nothing) if shard in tables else c for shard, c in enumerate(model)]
 
 
 class SimulatedExchange:
