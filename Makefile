@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test test-all quick simulate chaos check format bench dist clean
+.PHONY: help setup train test test-all quick simulate chaos check format bench docs dist clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -65,9 +65,14 @@ bench: setup ## Run the benchmarks one after another (root: they use network nam
 	$(BIN)/python benchmarks/train.py --goals --json benchmarks/train.json
 	$(BIN)/python benchmarks/recovery.py --json benchmarks/recovery.json
 
+docs: setup ## Build the site in docs/_build/html; a warning is an error, and so is a link to nowhere
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html $(ARGS)
+	@echo "docs/_build/html/index.html"
+
 dist: setup ## Build the wheel and the source distribution in dist/
 	@rm -rf dist
 	@$(BIN)/python -m build $(ARGS)
 
 clean: ## Remove the environment and caches, not the runs
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/_build docs/reference

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from members_crowd import PATIENCE_S, TOKEN, Came, crowd, members_of
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.testing.scale import Size, named
+from scale_cluster import Size, named
 
 _STACK = 256 << 10
 _spawn = multiprocessing.get_context("spawn")
@@ -39,7 +39,7 @@ _spawn = multiprocessing.get_context("spawn")
 
 def coordinate(pipe: Pipe, terms: Terms, whole: bool, profile: str, switch: float) -> None:
     """The coordinator's process: says where it listens, and ends when it is told to. `whole`: without differences."""
-    from rallypoint.coordinator.joining.tickets import Tickets
+    from rallypoint.coordinator.joining import Tickets
     from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 
     if whole:

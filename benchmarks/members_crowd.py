@@ -23,7 +23,7 @@ from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import COORDINATOR, LinkKeys, introduce, role_token
 from rallypoint.net.member import ViewReceiver
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.testing.scale import Size, named, record_for
+from scale_cluster import Size, named, record_for
 
 TOKEN, PATIENCE_S = "a token of the benchmark's", 300.0
 _PIECE = 1 << 20

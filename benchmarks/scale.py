@@ -20,9 +20,8 @@ import typer
 
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.plan.failures import daly_period, elastic_goodput, goodput
-from rallypoint.core.plan.site import Sites, sites_seconds
 from rallypoint.core.plan.workload import Workload, transformer
-from rallypoint.testing.scale import BigCluster, Play, Size, change_bytes, messages_of, round_seconds
+from scale_cluster import BigCluster, Play, Sites, Size, change_bytes, messages_of, round_seconds, sites_seconds
 from simulate import ScaleOptions, limits_of, scenario_of
 
 DAY, MBIT, COMPUTE_S = 86400.0, 1e6 / 8, 2.0

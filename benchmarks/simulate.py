@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from rallypoint.core.plan.failures import NEVER
-from rallypoint.core.plan.site import ONE_SITE, Rates, Sites, sites_seconds
+from rallypoint.core.plan.site import Rates
 from rallypoint.core.plan.workload import SENT_BYTES, Workload, transformer
 from rallypoint.errors import ConfigError, RallypointError, UsageError
 from rallypoint.launch.commands.costing import check_chart, count_of, rate_of, seconds_of
 from rallypoint.launch.options import with_options
 from rallypoint.launch.plan import option
-from rallypoint.testing.scale import Play, PlayOutcome, Scenario, Size
+from scale_cluster import ONE_SITE, Play, PlayOutcome, Scenario, Sites, Size, sites_seconds
 
 _CLUSTER, _JOB, _TROUBLE, _OUTPUT = "The cluster", "The job", "What goes wrong", "Output"
 

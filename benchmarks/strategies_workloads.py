@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from rallypoint.data.dataset import MapDataset
-from rallypoint.recipes.digits import load_digits
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
-from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
+from rallypoint.recipes.resnet_model import ResNet, ResNetConfig, load_digits
 from rallypoint.recipes.text import load_text
 
 Validation = tuple[Tensor, Tensor]

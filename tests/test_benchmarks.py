@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,20 @@ def test_remote_reads_a_store_about_once_with_shared_caches(
         assert found[2, "no cache"]["sent"] > 1.9 * found[2, "shared caches"]["sent"]
     else:
         assert set(found) == {(hosts[0], name) for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_script_for_a_gpu_works_on_a_cpu_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    argv = [sys.executable, str(FOLDER / "gpu.py"), "--cpu", "--json", str(path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = json.loads(path.read_text())
+    assert Counter(name.partition(": ")[0] for name in made) == {"fact": 6, "check": 19, "tax": 7, "streamed": 1}
+    assert {name: part["says"] for name, part in made.items() if part["outcome"] != "ok"} == {}
+    assert all(part["figures"] or part["says"] for part in made.values())
+    there = {name: part for name, part in made.items() if part["outcome"] == "ok"}
+    again = subprocess.run([*argv, "--only", "fact"], capture_output=True, text=True, timeout=240)
+    assert "what a step costs" in again.stdout, again.stderr
+    assert json.loads(path.read_text()) | there == json.loads(path.read_text())

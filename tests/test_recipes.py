@@ -14,10 +14,9 @@ from rallypoint.errors import ConfigError, DataError
 from rallypoint.recipes import DESCRIPTIONS, RECIPES
 from rallypoint.recipes import gpt as gpt_recipe
 from rallypoint.recipes import resnet as resnet_recipe
-from rallypoint.recipes.digits import load_digits
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from rallypoint.recipes.recipe import choose_device, save_patiently
-from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
+from rallypoint.recipes.resnet_model import ResNet, ResNetConfig, load_digits
 from rallypoint.recipes.text import TextDataset, list_text_files, load_text, read_bytes, split_files, stdlib_folder
 
 SMALLEST = GPTConfig(layers=2, heads=2, width=16, block=24)

@@ -19,10 +19,10 @@ from rallypoint.core.placing.placement import place, ranking
 from rallypoint.core.plan.workload import Workload, transformer
 from rallypoint.core.view import assign_replicas, reassign_orphans
 from rallypoint.errors import ConfigError
-from rallypoint.testing.scale import BigCluster, Play, PlayOutcome, Scenario, Size, change_bytes, messages_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # its modules import one another by name
 
+from scale_cluster import BigCluster, Play, PlayOutcome, Scenario, Size, change_bytes, messages_of
 from simulate import ScaleOptions, limits_of, scenario_of, simulate
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)

@@ -27,9 +27,9 @@ from rallypoint.core.shard.clip import StepVerdict as ClipVerdict
 from rallypoint.core.shard.effects import Effect, Publish
 from rallypoint.core.shard.events import Decide
 from rallypoint.core.shard.machine import ShardMachine
+from rallypoint.core.shard.pulls import Clocks
 from rallypoint.core.shard.server import Effect as ServerEffect
 from rallypoint.core.shard.server import ServerMachine
-from rallypoint.core.shard.tally import Clocks
 from rallypoint.core.sums import Block, Forest, Presum, leaf
 from rallypoint.core.view import ViewNumber, assign_replicas
 from rallypoint.core.worker.aligned import WorkerMachine

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.core.audits import AuditDuties
 from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.shard.audited import Opinions
 from rallypoint.core.shard.events import Contribute
 from rallypoint.core.view import ViewNumber
+from rallypoint.core.worker.aligned import AuditDuties
 from rallypoint.testing.simulation.policies import Audited, AuditedWrong, parse_policy, word_for
 from rallypoint.testing.simulation.run import first_failure, simulate
 

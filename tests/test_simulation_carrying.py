@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.core.aggregator.sums import BlockSum
+from rallypoint.core.aggregator import BlockSum
 from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.core.shard.server import ServerPlan
-from rallypoint.core.worker.machine import SlotMachine
+from rallypoint.core.worker.slots import SlotMachine
 from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Carrying, parse_policy, word_for

@@ -16,7 +16,7 @@ from rallypoint.core.cluster.effects import Dismiss, Effect
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.placing.copies import Copies
+from rallypoint.core.placing.view_change import Copies
 from rallypoint.core.policy import AllReduce, BoundedStaleness, LocalSteps, Sync
 from rallypoint.testing.simulation import run
 from rallypoint.testing.simulation.coordinator import Disk, SimulatedCoordinator

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rallypoint.core.policy import AllReduce, BoundedStaleness, Sync
-from rallypoint.core.shard.links import Fence
+from rallypoint.core.shard.shell import Fence
 from rallypoint.testing.simulation.policies import Played, word_for
 from rallypoint.testing.simulation.run import first_failure
 

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rallypoint.core.aggregator import effects as machine
-from rallypoint.core.aggregator.machine import AggregatorMachine
-from rallypoint.core.aggregator.shell import AggregatorShell
+from rallypoint.core import aggregator as machine
+from rallypoint.core.aggregator import AggregatorMachine, AggregatorShell
 from rallypoint.core.protocol import Hello, Say
-from rallypoint.core.shard.links import Key, PeerLinks
+from rallypoint.core.shard.shell import Key, PeerLinks
 from rallypoint.core.sums import Block
 from rallypoint.core.view import Member, View
 from rallypoint.errors import ProtocolError, RallypointError

@@ -225,7 +225,7 @@ WITH = dataclasses.replace
         ),
         (
             WHOLE, {"evaluation.plateau": rp.ReduceOnPlateau("loss")},
-            "with plateau= cannot begin from a checkpoint of step 3"
+            "with evaluation.plateau cannot begin from a checkpoint of step 3"
         ),
         (WHOLE, {"steps": FIRST}, "of step 3, and the job has 3"),
         (WHOLE, {"average": rp.EMA(0.9)}, "cannot begin from a checkpoint: a checkpoint has no average"),

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from rallypoint.coordinator.joining import shared
-from rallypoint.coordinator.joining.shared import BURST, EVERY_S, MOST_OF_ONE_CACHE
-from rallypoint.coordinator.joining.tickets import Tickets
+from rallypoint.coordinator import joining as shared
+from rallypoint.coordinator.joining import BURST, EVERY_S, MOST_OF_ONE_CACHE, Tickets
 from rallypoint.core.protocol import Caches, Holder, NewView, Offers
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.handshake import ticket_for

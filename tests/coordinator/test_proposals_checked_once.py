@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from rallypoint.coordinator import checks
-from rallypoint.coordinator.checks import Checks
+from rallypoint.coordinator import connections as checks
+from rallypoint.coordinator.connections import Checks
 from rallypoint.core.protocol import Beat, Hello, Message, Propose, decode, encode
 from rallypoint.errors import ProtocolError
-from rallypoint.testing.scale import Size, record_for
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # its modules import one another by name
+
+from scale_cluster import Size, record_for
 
 
 def proposal(workers: int = 2) -> Message:

@@ -11,7 +11,7 @@ import pytest
 
 from rallypoint.config import record_of, resolve
 from rallypoint.coordinator import acts, inbox
-from rallypoint.coordinator.joining.tickets import Tickets
+from rallypoint.coordinator.joining import Tickets
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.core.cluster.effects import Abort, FindSnapshot
 from rallypoint.core.cluster.events import SnapshotFound

@@ -11,8 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.aggregator import effects as machine
-from rallypoint.core.aggregator.effects import (
+from rallypoint.core import aggregator as machine
+from rallypoint.core.aggregator import (
+    CUT_OFF_S,
+    AggregatorMachine,
+    AggregatorShell,
     BlockContribution,
     DismissWorkers,
     DropPayload,
@@ -23,8 +26,6 @@ from rallypoint.core.aggregator.effects import (
     PushPart,
     ReleaseVersion,
 )
-from rallypoint.core.aggregator.machine import CUT_OFF_S, AggregatorMachine
-from rallypoint.core.aggregator.shell import AggregatorShell
 from rallypoint.core.shard.effects import Discard, Merge, Take
 from rallypoint.core.shard.events import Contribute
 from rallypoint.core.shard.summing import TreeSum

@@ -19,8 +19,7 @@ from rallypoint.core.protocol import Done, Evaluated, Evaluates, GiveUp, Leaving
 from rallypoint.core.view import Assignment, Lease, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.core.worker.factory import shell_for
-from rallypoint.core.worker.machine import SlotMachine
-from rallypoint.core.worker.slots import Compute, Evaluate
+from rallypoint.core.worker.slots import Compute, Evaluate, SlotMachine
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.worker.exchange.exchange import worker_plan
 

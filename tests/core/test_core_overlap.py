@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.core.worker.overlap import OverlapMachine
+from rallypoint.core.worker.aligned import OverlapMachine
 from rallypoint.core.worker.slots import (
     Arriving,
     Assisted,

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from policy_contract import PolicyContract
+from shard_play import ACTIONS, Cast, PolicyBroken, play
 
 from rallypoint.core.policy import (
     AllReduce,
@@ -24,8 +26,6 @@ from rallypoint.core.policy import (
 from rallypoint.core.shard.effects import Apply, Drop, Gather, Hold, Publish, Reply, Take, TellWait
 from rallypoint.core.shard.events import Acked, Assigned, Contribute, FillBackup, Initialise, Loaded, Want
 from rallypoint.core.shard.machine import ShardMachine
-from rallypoint.testing.contracts.policies import PolicyContract
-from rallypoint.testing.shard_play import ACTIONS, Cast, PolicyBroken, play
 
 
 @pytest.mark.parametrize("mode", [Sync(), AllReduce()], ids=str)

@@ -38,8 +38,7 @@ from rallypoint.core.protocol import (
     Wanted,
 )
 from rallypoint.core.typed import LONGEST_NAME, LONGEST_TEXT
-from rallypoint.core.view import Assignment, EarlyEnd, Member, StandingOrders, View, ViewNumber
-from rallypoint.core.view_difference import canonical, difference
+from rallypoint.core.view import Assignment, EarlyEnd, Member, StandingOrders, View, ViewNumber, canonical, difference
 from rallypoint.errors import ProtocolError
 
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)

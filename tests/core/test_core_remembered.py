@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,7 +25,10 @@ from rallypoint.core.placing.pinned import nearest_aggregators
 from rallypoint.core.placing.speeds import Speeds
 from rallypoint.core.placing.view_change import AHEAD, Placing, contributing, following_assignments, homings, pairings
 from rallypoint.core.view import Assignment, Member, View, ViewNumber, assign_replicas, reassign_orphans
-from rallypoint.testing.scale import BigCluster, Size
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # its modules import one another by name
+
+from scale_cluster import BigCluster, Size
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
 SHARDS = build_layout([TensorSpec("weight", (256,), "float32", 0)], 64).shards

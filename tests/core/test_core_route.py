@@ -11,8 +11,7 @@ from rallypoint.core.modes import ModeTraits
 from rallypoint.core.placing.pinned import nearest_aggregators
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker.factory import WorkerPlan, shell_for
-from rallypoint.core.worker.links import LinkTable
-from rallypoint.core.worker.shell import WorkerShell
+from rallypoint.core.worker.shell import LinkTable, WorkerShell
 from rallypoint.core.worker.slots import (
     Arriving,
     Compute,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core.worker.versions import Lowest, Unanimity
+from rallypoint.core.worker.slots import Lowest, Unanimity
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 4)), max_size=40))

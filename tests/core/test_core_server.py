@@ -27,8 +27,7 @@ from rallypoint.core.shard.effects import (
     Take,
 )
 from rallypoint.core.shard.events import Acked, Compared, Contribute, Initialise, Loaded, Replicated
-from rallypoint.core.shard.machine import ShardMachine
-from rallypoint.core.shard.replication import Proofs
+from rallypoint.core.shard.machine import Proofs, ShardMachine
 from rallypoint.core.shard.server import (
     FILLS_AT_ONCE,
     Disown,

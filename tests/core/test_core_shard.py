@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shard_play import missing
 
 from rallypoint.core.policy import Async, BoundedStaleness, Policy, Sync
 from rallypoint.core.policy import Verdict as Admission
@@ -46,7 +47,6 @@ from rallypoint.core.shard.events import (
     Replicated,
 )
 from rallypoint.core.shard.machine import ShardMachine
-from rallypoint.testing.shard_play import missing
 
 
 def applied(

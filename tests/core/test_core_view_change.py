@@ -26,7 +26,7 @@ from rallypoint.core.placing.view_change import (
 )
 from rallypoint.core.view import Assignment, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.factory import shell_for
-from rallypoint.core.worker.links import LinkTable
+from rallypoint.core.worker.shell import LinkTable
 from rallypoint.worker.exchange.exchange import worker_plan
 
 LAYOUT = build_layout([TensorSpec("weight", (64,), "float32", 0)], 64)

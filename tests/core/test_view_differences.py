@@ -10,12 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.view import Assignment, Lease, Member, StandingOrders, View, ViewNumber
-from rallypoint.core.view_difference import (
+from rallypoint.core.view import (
+    Assignment,
     Entries,
+    Lease,
+    Member,
     Moved,
     Reassigned,
+    StandingOrders,
+    View,
     ViewDifference,
+    ViewNumber,
     WrongBase,
     apply,
     canonical,

@@ -54,7 +54,7 @@ def test_an_array_of_any_whole_numbers_will_do() -> None:
 
 @pytest.mark.parametrize(("settings", "says"), [
     ({"replicas": 2, "batch": 4}, "give lanes=8"),
-    ({"replicas": 2, "batch": 3, "reading.order": "shuffled"}, "leave order= out"),
+    ({"replicas": 2, "batch": 3, "reading.order": "shuffled"}, "leave it out"),
     ({"replicas": 1, "batch": 6, "accumulate": 2}, "more replicas"),
 ], ids=["lanes", "order", "accumulate"])  # fmt: skip
 def test_a_job_that_would_not_read_on_is_refused(settings: dict[str, object], says: str) -> None:

@@ -52,6 +52,14 @@ def test_what_is_computed_ahead_is_bounded() -> None:
     assert all(len(samples) <= AT_ONCE for _, samples in windows.values())
 
 
+def test_a_tiny_data_set_is_not_permuted_for_hundreds_of_epochs_at_once() -> None:
+    order, epochs = SampleOrder(seed=0, samples=40, replicas=5, batch=1), set[int]()
+    of_epoch = order.permutation
+    order.permutation = lambda epoch: (epochs.add(epoch), of_epoch(epoch))[1]  # type: ignore[method-assign]
+    OrderAhead(order, 1).samples(0, 0)
+    assert len(epochs) <= 17
+
+
 @pytest.mark.parametrize("batch", [1, 3, 4])
 def test_without_shuffling_a_pass_is_the_data_sets_own_order(batch: int) -> None:
     order = SampleOrder(seed=3, samples=7, replicas=2, batch=batch, shuffled=False)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from rallypoint.launch.engines.cluster import GpuShare, devices_of, shares_of
+from rallypoint.errors import ConfigError
+from rallypoint.launch.engines.cluster import GROUP, Command, GpuShare, devices_of, shares_of
 from rallypoint.launch.engines.local import LocalCluster
+from rallypoint.launch.environment import RANKS
+from rallypoint.recipes.recipe import place_among_gpus
 from rallypoint.testing.contracts.cluster import Started
 
 
@@ -56,6 +61,29 @@ def test_each_worker_of_a_machine_sees_one_gpu_and_one_that_comes_later_that_of_
         workers[1].handle.signal(signal.SIGKILL)
         assert workers[1].exit().died
         assert Started(cluster, SEES, name="worker3").line() == "5"
+
+
+def test_a_group_of_ranks_sees_all_gpus_and_servers_see_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    with LocalCluster(gpus=["3", "5"]) as cluster:
+        assert first_line(cluster, "worker", GROUP) == "3,5"
+        assert first_line(cluster, "server") == ""
+
+
+def first_line(cluster: LocalCluster, role: str, *arguments: str) -> str:
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    cluster.start(Command(name=role, role=role, argv=(sys.executable, "-c", SEES, *arguments)), lines.put)
+    return lines.get(timeout=60.0)
+
+
+def test_each_process_of_a_machine_takes_its_own_gpu_and_ranks_do_not_share() -> None:
+    torchrun = {"LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
+    assert [place_among_gpus(torchrun, gpus) for gpus in (8, 4, 1)] == [5, 1, 0]
+    assert place_among_gpus({}, 4) == 0
+    rank = {RANKS: "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+    assert place_among_gpus(rank, 4) == 3
+    with pytest.raises(ConfigError, match="4 ranks and sees 2 GPUs: each rank needs one of its own; give --ranks 2"):
+        place_among_gpus(rank, 2)
 
 
 @pytest.mark.parametrize("gpus", [[], ["0"]])

@@ -31,45 +31,44 @@ def markdown_modes() -> str:
 
 
 def markdown_table() -> str:
-    """A Markdown table of what each mode supports, one row for each feature; then why not, and the conflicts."""
-    reasons = _reasons()
-    rows = [
-        (_written(feature), *(_cell(TABLE[feature][mode], reasons) for mode in ModeName)) for feature in Feature
-    ]
-    notes = "\n".join(f"{number}. {why}." for why, number in reasons.items())
+    """A Markdown table of what each mode supports, one row for each feature; then the conflicts.
+
+    Why not is said by the error that a user gets.
+    """
+    rows = [(_written(feature), *(_cell(TABLE[feature][mode]) for mode in ModeName)) for feature in Feature]
     conflicts = "\n".join(f"- {line}" for line in _conflicts())
     table = _table(("", *(_mode(mode) for mode in ModeName)), rows)
-    return f"{table}\n\nWhy not:\n\n{notes}\n\nNot together:\n\n{conflicts}"
+    return f"{table}\n\nNot together:\n\n{conflicts}"
 
 
-def _reasons() -> dict[str, int]:
-    """Every reason in the table, numbered in the order in which a reader meets them."""
-    reasons: dict[str, int] = {}
-    for cells in TABLE.values():
-        for cell in cells.values():
-            if isinstance(cell, No | Only):
-                reasons.setdefault(cell.why, len(reasons) + 1)
-    return reasons
-
-
-def _cell(cell: Cell, reasons: dict[str, int]) -> str:
+def _cell(cell: Cell) -> str:
     match cell:
-        case No(why=why):
-            return f"no ({reasons[why]})"
-        case Only(beside=beside, why=why):
-            return f"with `{beside.value}` ({reasons[why]})"
+        case No():
+            return "no"
+        case Only(beside=beside):
+            return f"with `{beside.value}`"
         case _:
             return "yes"
 
 
 def _conflicts() -> Iterator[str]:
+    """One line for each feature that is named first: the others with which it is refused, and why."""
+    found: dict[str, dict[str, list[str]]] = {}
     for conflict in CONFLICTS:
         where = ", ".join(_mode(mode) for mode in ModeName if mode in conflict.modes)
         only = "" if conflict.modes == frozenset(ModeName) else f" (under {where})"
-        yield f"{_written(conflict.first)} and {_written(conflict.second)}{only}: {conflict.why}."
+        others = found.setdefault(_short(conflict.first), {}).setdefault(_cause(conflict.why), [])
+        others.append(f"{_short(conflict.second)}{only}")
+    for first, reasons in found.items():
+        yield f"{first} with " + "; with ".join(f"{' or '.join(them)}: {why}" for why, them in reasons.items()) + "."
     for alone in ALONE:
-        takes = " or ".join(_written(feature) for feature in Feature if feature in alone.takes)
-        yield f"{_written(alone.feature)} and anything in the table but {takes}: {alone.why}."
+        takes = " or ".join(_short(feature) for feature in Feature if feature in alone.takes)
+        yield f"{_short(alone.feature)} with anything but {takes}: {_cause(alone.why)}."
+
+
+def _cause(why: str) -> str:
+    """The reason alone: the error that a user gets says what to do too."""
+    return why.partition(";")[0]
 
 
 def _mode(mode: ModeName, before: str = "") -> str:
@@ -84,7 +83,14 @@ def _names(words: str) -> list[str]:
 
 def _written(feature: Feature) -> str:
     """Settings as code, the rest as words."""
-    return re.sub(r"--replication 2|--[a-z-]+|run\.every|\w+=[^\s)]*", lambda found: f"`{found[0]}`", feature.value)
+    return re.sub(
+        r"--replication 2|--[a-z-]+|run\.every|\w+=[^\s()]*(?:\(\))?", lambda found: f"`{found[0]}`", feature.value
+    )
+
+
+def _short(feature: Feature) -> str:
+    """Without the words in brackets, which the table has."""
+    return re.sub(r" \(.*?\)$", "", _written(feature))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

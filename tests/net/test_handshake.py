@@ -59,7 +59,7 @@ class Tapped:
     flips: int = -1  # the number of the received byte that is changed; -1: none
 
     def __post_init__(self) -> None:
-        self.peer, self.secured, self.lender = self.inner.peer, self.inner.secured, None
+        self.peer, self.secured, self.lender, self.offers = self.inner.peer, self.inner.secured, None, ""
         self.set_timeout, self.set_deadline = self.inner.set_timeout, self.inner.set_deadline
         self.limit_in_flight, self.close = self.inner.limit_in_flight, self.inner.close
         self.pace = self.inner.pace

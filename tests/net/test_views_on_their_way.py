@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.coordinator.joining.tickets import Tickets
+from rallypoint.coordinator.joining import Tickets
 from rallypoint.core.protocol import Caches, NewView, OfViews, ViewChange, decode, encode
-from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.core.view_difference import WrongBase, apply, canonical, difference
+from rallypoint.core.view import Assignment, Member, View, ViewNumber, WrongBase, apply, canonical, difference
 from rallypoint.errors import CorruptFrame
 from rallypoint.net.handshake import ticket_for
 from rallypoint.net.member import ViewReceiver

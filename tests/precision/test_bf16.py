@@ -16,11 +16,13 @@ from gathering import DATA, SETTINGS, Once, build, gathering, loss_of, reference
 
 from rallypoint.codec.spec import Bf16, Raw
 from rallypoint.config import resolve
+from rallypoint.core.optimizer import AdamW
 from rallypoint.core.policy import AllReduce, LocalSteps
 from rallypoint.core.protocol import Finished, Metrics
 from rallypoint.core.schedule import rate_at
 from rallypoint.data.loader import MicroBatches
 from rallypoint.errors import ConfigError
+from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.testing.contracts.beside import until
@@ -190,6 +192,25 @@ def test_a_job_that_holds_bf16_goes_on_after_a_server_died() -> None:
         for at in (kill, kill):
             cluster.add_worker(at, **HELD)
         assert [worker.result() for worker in cluster.workers] == [masters()[0]] * 2
+
+
+def trained(steps: int, stop_at: int | None = None) -> torch.nn.Module:
+    """A model that a job alone has held in bf16, so long, or until its script stopped it."""
+    model = build()
+    with EmbeddedJob() as job:
+        run = job.train(model, DATA, **{**SETTINGS, **HELD, "steps": steps, "optimizer": AdamW(lr=0.01)})
+        for micro in run:
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+            if micro.step == stop_at:
+                run.stop("enough")
+    return model
+
+
+def test_a_job_that_ends_early_leaves_the_masters_in_the_model() -> None:
+    stopped, whole = trained(9, stop_at=3), trained(4)
+    assert {p.dtype for p in stopped.parameters()} == {torch.float32}
+    assert weights_hash(stopped) == weights_hash(whole)
 
 
 # ---- settings ----

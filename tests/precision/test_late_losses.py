@@ -35,7 +35,7 @@ AT_ONCE = session.staging_for  # a CPU's
 
 
 class LateStaging:
-    """As `CudaStaging`: copies are made in order by a thread. It begins only when somebody waits for it."""
+    """As `DeviceStaging`: copies are made in order by a thread. It begins only when somebody waits for it."""
 
     eager = False
     waited = 0

@@ -11,7 +11,7 @@ from one_server import FIRST, OneServer
 
 from rallypoint.aggregator import AggregatorService
 from rallypoint.core.protocol import GiveUp, Hello, Message
-from rallypoint.core.shard.links import PeerLinks
+from rallypoint.core.shard.shell import PeerLinks
 from rallypoint.core.view import Member
 from rallypoint.errors import LinkError, ProtocolError, RallypointError
 from rallypoint.net.handshake import Credentials, Identity

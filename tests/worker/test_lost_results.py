@@ -7,9 +7,8 @@ from rallypoint.core.protocol import Evaluated, Evaluates, Message
 from rallypoint.core.view import Assignment, Lease, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.handover import NoCodecStates
-from rallypoint.core.worker.shell import WorkerShell
+from rallypoint.core.worker.shell import WorkerShell, WorkerSnapshots
 from rallypoint.core.worker.slots import Evaluate
-from rallypoint.core.worker.snapshots import WorkerSnapshots
 from rallypoint.worker.evaluations import EvaluationReports
 
 FIRST = ViewNumber(1, 1)

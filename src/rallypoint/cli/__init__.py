@@ -12,14 +12,10 @@ from typer.models import CommandInfo
 # They register their commands:
 from rallypoint.cli import (  # noqa: F401
     by_hand,
-    doctor,
     kubernetes,
-    looking,
-    planner,
     running,
     slurm,
     start,
-    tokens,
     watching,
 )
 from rallypoint.cli.app import FIRST, GONE, PANELS, app

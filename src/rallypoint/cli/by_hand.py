@@ -1,8 +1,10 @@
-"""Commands that start one role of a job: coordinator, server, worker, aggregator."""
+"""Commands for members that are started by hand (a role, its token), and for what they run on (`doctor`)."""
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -23,6 +25,7 @@ from rallypoint.launch.options import (
     with_options,
 )
 from rallypoint.launch.plan import FILES, LAUNCHER, Advertise, option
+from rallypoint.net.handshake import ROLES
 
 
 class Alone(RunOptions, frozen=True, kw_only=True):
@@ -202,3 +205,94 @@ def aggregator(
     with answering(options.health or health_at()) as told:
         status = run_server(service, address, told, access.transport)
     end_process(status)
+
+
+@app.command(rich_help_panel=BY_HAND)
+def doctor(
+    listen: Annotated[str, typer.Option(
+        metavar="HOST:PORT", help="Be this machine's probe, for a doctor elsewhere, until Ctrl-C.",
+    )] = "",
+    probe: Annotated[list[str] | None, typer.Option(
+        metavar="HOST:PORT", help="A probe's address; repeat it: every link between two of them is measured.",
+    )] = None,
+    coordinator: Annotated[str, typer.Option(
+        metavar="HOST:PORT", help="A running job's coordinator: is it there, does it take the token?",
+    )] = "",
+    token_file: TokenFile = "", tls: Tls = "",
+    snapshots: Annotated[str, typer.Option(
+        metavar="URL", help="Where snapshots would go: can they, and is there room?",
+    )] = "",
+    heartbeat: Annotated[float, typer.Option(
+        min=0.5, metavar="S", help="The job's --heartbeat, to judge links by.",
+    )] = 3.0,
+) -> None:  # fmt: skip
+    """Examine this machine, or all machines of a cluster to be: what would break a job, or change its bytes?
+
+    It says for each finding what to do, and ends with status 1 if something is bad. On each machine:
+    [bold]rallypoint doctor --listen 10.0.0.7:4711 --token-file job.token[/bold], and then on any of them:
+
+    Example: [bold]rallypoint doctor --token-file job.token --probe 10.0.0.7:4711 --probe 10.0.0.8:4711[/bold]
+    """
+    from rallypoint.launch.commands.doctor import Doctor, Level
+    from rallypoint.launch.commands.doctor import listen as be_a_probe
+    from rallypoint.launch.console import Screen
+
+    screen, access = Screen(highlight=False), access_of(token_file, "observer", tls, bind=listen)
+    if listen:
+        be_a_probe(access, listen, screen)
+        return
+    it = Doctor(screen, access, heartbeat)
+    here = it.machine()
+    if snapshots:
+        it.store(snapshots)
+    if coordinator:
+        it.coordinator(coordinator)
+    if probe:
+        it.machines(here, probe)
+    raise typer.Exit(int(it.worst is Level.BAD))
+
+
+@app.command(rich_help_panel=BY_HAND)
+def token(
+    role: Annotated[str, typer.Option(
+        metavar="ROLE", help=f"Print this role's token, which follows from the job's: {', '.join(ROLES)}.",
+    )] = "",
+    token_file: Annotated[str, typer.Option(
+        metavar="FILE", help="With --role: the file that holds the job's token; by default as of the other commands.",
+    )] = "",
+    tls: Annotated[Path | None, typer.Option(
+        metavar="FOLDER", show_default=False,
+        help="Make certificates in this folder instead: a CA of the job's own, and one certificate for each role.",
+    )] = None,
+    days: Annotated[int, typer.Option(min=1, metavar="N", help="With --tls: how long they are valid.")] = 365,
+) -> None:  # fmt: skip
+    """Print a new token for a job, with --role the one of a role, or make its members' certificates (--tls).
+
+    With a role's token a process can be of that role and of no other. Give the coordinator the job's token, and each
+    machine those of the roles that it runs. A new file that the token is written to is made readable for you alone.
+
+    Example: [bold]rallypoint token > job.token[/bold]
+
+    Then: [bold]rallypoint token --role worker --token-file job.token > worker.token[/bold]
+
+    With --tls, certificates for the option --tls of the other commands. Copy to each machine only the folders of the
+    roles that run there; FOLDER/ca stays, and signs renewed certificates when the command is run again. A running job
+    takes renewed ones for its new connections: [bold]rallypoint token --tls certificates[/bold]
+    """
+    if tls is not None:
+        if role or token_file:
+            raise UsageError("--tls makes certificates of all roles, and no token: give it alone")
+        _certify(tls, days)
+        return
+    from rallypoint.launch.access import keep_private, token_for
+
+    found = token_for(role, token_file)
+    keep_private(sys.stdout.fileno())
+    print(found)
+
+
+def _certify(folder: Path, days: int) -> None:
+    from rallypoint.net.certificates import make_certificates
+
+    until = make_certificates(folder, days=days)
+    print(f"certificates for every role are in {folder}; they are valid until {until:%Y-%m-%d %H:%M} UTC")

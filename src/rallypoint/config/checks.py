@@ -56,10 +56,10 @@ def check(config: JobConfig) -> None:
     if why := refusal(config.mode.name, config.features):
         raise ConfigError(why)
     if config.memory.hold == "bf16" and config.precision != "bf16":
-        raise ConfigError('hold="bf16" needs autocast, or layers would get two types: add precision="bf16"')
+        raise ConfigError('memory.hold="bf16" needs autocast, or layers would get two types: add precision="bf16"')
     if config.streamed and config.precision != "fp32":
         raise ConfigError(
-            'parameters="streamed" needs precision="fp32": autocast would keep a bf16 copy of every parameter'
+            'memory.parameters="streamed" needs precision="fp32": autocast would keep a bf16 copy of every parameter'
         )
     if config.precision == "fp16" and config.nonfinite == "continue":
         raise ConfigError('precision="fp16" skips steps that overflow: set nonfinite to "stop" or "skip"')
@@ -126,7 +126,7 @@ def check_ranks(config: JobConfig, *, carries: bool = False) -> None:
         )
     if config.memory.hold != "fp32":
         raise ConfigError(
-            f'hold="{config.memory.hold}" is for a worker of one process: with ranks, give fully_shard a '
+            f'memory.hold="{config.memory.hold}" is for a worker of one process: with ranks, give fully_shard a '
             "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
 
@@ -161,9 +161,8 @@ def _check_periods(config: JobConfig) -> None:
             )
 
 
-_MODES = (Sync, BoundedStaleness, Async, LocalSteps, AllReduce)
-_OPTIMIZERS = (AdamW, Adam, SGD, Adagrad, NAdam, RAdam, Adamax, Adadelta, RMSprop, ASGD, Muon)
-_AVERAGES = (EMA, SWA)
+_BY_NAME = {*(Sync, BoundedStaleness, Async, LocalSteps, AllReduce), *typing.get_args(CodecSpec), EMA, SWA,
+            *(AdamW, Adam, SGD, Adagrad, NAdam, RAdam, Adamax, Adadelta, RMSprop, ASGD, Muon)}  # as rp.Sync()
 _LARGEST = 2**63 - 1  # what a message can carry
 _Structs = Sequence[type[msgspec.Struct]]
 
@@ -313,7 +312,7 @@ def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bo
         if first := next(filter(None, wrong), ""):
             return first
     named = [kind for kind in structs if kind is not Sum]  # that one is not for users
-    if isinstance(value, str) and named and all(kind in (*_MODES, *_OPTIMIZERS, *_AVERAGES) for kind in named):
+    if isinstance(value, str) and named and all(kind in _BY_NAME for kind in named):
         return _in_words(value, named, path)
     if _fits(value, hint, limit):
         return ""
@@ -321,8 +320,8 @@ def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bo
 
 
 def _in_words(value: str, kinds: _Structs, path: str) -> str:
-    """The sentence about a mode or an optimizer that is given by its name."""
-    plain = re.sub("[^a-z]", "", value.lower())
+    """The sentence about a mode, a codec or an optimizer that is given by its name."""
+    plain = re.sub("[^a-z0-9]", "", value.lower())
     meant = [kind for kind in kinds if plain == kind.__name__.lower()]
     ways = [f"{written(kind)} (--set {path}.type={kind.__struct_config__.tag})" for kind in meant or kinds]
     return f"{path} is {_shown(value)}: write {', or '.join(ways)}"

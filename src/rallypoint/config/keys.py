@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.config.tree import Audit, Evaluation, JobConfig, Memory, Network, Reading
-from rallypoint.core.typed import hints_of
+from rallypoint.config.tree import JobConfig
+from rallypoint.core.typed import PartType, hints_of
 from rallypoint.errors import ConfigError, meant
 
 _SEVERAL = "models that take turns, each with its own optimizer, are keys of job.store: see examples/gan.py"
@@ -22,8 +22,8 @@ def _moved(group: str, name: str) -> str:
 
 
 GROUPS: dict[str, type[msgspec.Struct]] = {
-    "network": Network, "memory": Memory, "audit": Audit, "evaluation": Evaluation, "reading": Reading,
-}  # fmt: skip
+    name: kind for name, kind in hints_of(JobConfig).items() if isinstance(kind, PartType)
+}
 _NAMES = {"audit.share": "audit", "audit.action": "audit_action"}
 MOVED = {  # settings that earlier versions had by themselves: where each is now
     _NAMES.get(f"{group}.{name}", name): f"{group}.{name}"

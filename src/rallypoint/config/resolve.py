@@ -51,7 +51,7 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     group, _, name = key.partition(".")
     if name:
         check_keys({group: {name: value}})
-        return {group: {name: _as_data(group, value)}}
+        return {group: {name: _as_data(key, value)}}
     if key in GROUPS and isinstance(value, Mapping):
         check_keys({key: value})
     return {key: _as_data(key, said(value) if type(value) in GROUPS.values() else value)}
@@ -151,7 +151,7 @@ _INSTEAD = {
     "momentum": "give it to the optimizer, optimizer=rp.SGD(lr=0.1, momentum=0.9)",
     "num_workers": "give loader=rp.Loader(workers=4), or a DataLoader in place of the data set",
     "scheduler": "give the optimizer a schedule, optimizer=rp.AdamW(lr=rp.cosine(1e-3, warmup=100))",
-    "shuffle": "the order is shuffled, by seed=; order=\"sequential\" is the data set's own",
+    "shuffle": "the order is shuffled, by seed=; reading.order=\"sequential\" is the data set's own",
     "weight_decay": "give it to the optimizer, optimizer=rp.AdamW(weight_decay=0.1)",
 }
 
@@ -169,7 +169,7 @@ _NO_SPEC = {
 def _as_data(key: str, value: Any) -> Any:
     if key in GONE:
         raise ConfigError(f"{key} is gone: {GONE[key]}")
-    if key not in JobConfig.__struct_fields__:
+    if key.partition(".")[0] not in JobConfig.__struct_fields__:
         raise ConfigError(
             f"job.train has an unknown field `{key}`: {_INSTEAD.get(key) or _nearest(key)}"
         )
@@ -189,13 +189,11 @@ def _not_data(key: str, value: Any) -> str:
 
     Settings must be data, because servers and other workers read them.
     """
-    if isinstance(value, msgspec.Struct):
-        for field in type(value).__struct_fields__:
-            inner = getattr(value, field)
-            try:
-                msgspec.to_builtins(inner)
-            except TypeError:
-                return _not_data(f"{key}.{field}", inner)
+    for place, inner in _inside(value):
+        try:
+            msgspec.to_builtins(inner)
+        except TypeError:
+            return _not_data(f"{key}{place}", inner)
     if isinstance(value, type):
         return _a_class(key, value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -213,6 +211,14 @@ def _not_data(key: str, value: Any) -> str:
             "step; or, with sync=rp.AllReduce(), give it as own_optimizer="
         )
     return f"{key} is a {kind}: settings are data, such as numbers, texts, and rallypoint's own rp.Sync() or rp.AdamW()"
+
+
+def _inside(value: Any) -> list[tuple[str, Any]]:
+    """The values in a setting, each with its place: ``.lr``, ``[0]``."""
+    if isinstance(value, list | tuple):
+        return [(f"[{n}]", inner) for n, inner in enumerate(value)]
+    fields = msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
+    return [(f".{name}", inner) for name, inner in fields.items()] if isinstance(fields, Mapping) else []
 
 
 def _a_class(key: str, kind: type) -> str:

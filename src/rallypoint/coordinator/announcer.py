@@ -101,12 +101,12 @@ class Comparable:
 
 
 def of_threads(record: JobRecord) -> list[str]:
-    """Return what is said of a job's intra-op threads when it begins: nothing of the usual one."""
+    """Return what is said of a job's intra-op threads when it begins: nothing of one, the default of --threads."""
     if record.threads < 2:
         return []
     return [
         f"{record.threads} intra-op threads: the bytes are those of other runs with so many, not of runs with 1 (the "
-        "default of --threads)"
+        "default of --threads; alone, OMP_NUM_THREADS=1)"
     ]
 
 

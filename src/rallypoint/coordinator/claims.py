@@ -2,7 +2,7 @@
 
 A claim that its sender could not know is ignored, not refused: an honest member may say it late, after a roll-back, a
 reassignment or a restart of the coordinator. Values that no honest member sends at all end the connection: their ranges
-stand in `core.protocol` and `coordinator.checks`.
+stand in `core.protocol` and `coordinator.connections`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message has arrived; `coordinator.checks` has accepted it."""
+    """A message has arrived; `coordinator.connections` has accepted it."""
 
     connection: Connection
     hello: Hello

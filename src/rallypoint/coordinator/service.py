@@ -18,7 +18,7 @@ from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.connections import Connections
 from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.fingerprints import FingerprintLog
-from rallypoint.coordinator.joining.newcomers import taken
+from rallypoint.coordinator.joining import taken
 from rallypoint.coordinator.journal import Journal, Persistence
 from rallypoint.coordinator.owner import Owner, tick_seconds
 from rallypoint.coordinator.shell import CoordinatorShell

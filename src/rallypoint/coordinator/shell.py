@@ -25,9 +25,7 @@ from rallypoint.coordinator.acts import (
 from rallypoint.coordinator.announcer import Announcer, Told
 from rallypoint.coordinator.claims import Agreement, Claims, Early, event_of, own_part
 from rallypoint.coordinator.inbox import Connection
-from rallypoint.coordinator.joining.newcomers import Newcomers, taken
-from rallypoint.coordinator.joining.take_over import TakeOver, has_begun, late_view, needed
-from rallypoint.coordinator.joining.tickets import Tickets
+from rallypoint.coordinator.joining import Newcomers, TakeOver, Tickets, has_begun, late_view, needed, taken
 from rallypoint.coordinator.operator import Orders, Sizes
 from rallypoint.coordinator.owner import AwakeTime
 from rallypoint.coordinator.progress import EVALUATED, EvaluationMetrics, agree

@@ -26,8 +26,7 @@ from rallypoint.core.typed import (
     Seconds,
     printable,
 )
-from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.view_difference import ViewDifference
+from rallypoint.core.view import View, ViewDifference, ViewNumber
 from rallypoint.errors import ProtocolError
 
 # ---- The messages of the greeting (`handshake.py`), and what all messages have in common ----
@@ -67,7 +66,7 @@ class Hello(AnyMessage, frozen=True):
     that the coordinator gave this member earlier (0: none). `view` is the newest view that it knows. `to` is the (role,
     id, incarnation) of the listener that it means. `nonce` makes the listener's proof good for this connection only.
     `process` is a random name of the process that joins: the coordinator knows it by that until it has heard of its
-    admission. `payloads` names what it could use for large payloads in place of the stream (`transport.Upgradable`).
+    admission. `payloads` names what it could use for large payloads in place of the stream (`Connection.offers`).
     """
 
     role: str

@@ -49,7 +49,7 @@ def shard_lengths(dataset: object) -> tuple[int, ...]:
     if not is_sharded(dataset):
         raise DataError(
             f'reading.order="windowed" shuffles the shards of a data set, and a {kind} does not tell them: give '
-            "rp.Parquet, rp.TokenFiles, rp.WebDataset or a data set with shard_lengths(), or leave order= out (a "
+            "rp.Parquet, rp.TokenFiles, rp.WebDataset or a data set with shard_lengths(), or leave it out (a "
             "transform in a data set around one of them hides them: give it as transform= or collate_fn=)"
         )
     lengths = tuple(int(length) for length in dataset.shard_lengths())

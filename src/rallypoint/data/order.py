@@ -27,7 +27,7 @@ TABLED_BITS = 12  # of half a position, in data sets of up to 16 million samples
 
 
 class OrderAhead:
-    """The same samples as `SampleOrder`, for several steps of a replica at once.
+    """The same samples as `SampleOrder`, for several steps of a replica at once, but for not many more than 16 epochs.
 
     It keeps what it has computed ahead: a replica's next step costs a look in a dictionary.
     """
@@ -35,7 +35,7 @@ class OrderAhead:
     def __init__(self, order: SampleOrder, batch: int) -> None:
         self._order, self._batch = order, batch
         self._of_windows = SamplesOfWindows(order) if order.shards else None
-        self._steps = max(1, AT_ONCE // batch)
+        self._steps = max(1, min(AT_ONCE // batch, 16 * order.length // order.positions(1, 0).start))
         self._windows: dict[int, tuple[int, list[int]]] = {}  # replica -> number of its window, samples
 
     def samples(self, step: int, replica: int) -> list[int]:

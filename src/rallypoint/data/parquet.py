@@ -31,7 +31,8 @@ class Parquet(ShardedDataset):
 
     A number is a NumPy scalar of the column's type, a list of numbers a NumPy array, a text a `str`, what is missing
     None; anything else is what pyarrow makes of it. Footers are read once, when it is made. A row group is read whole,
-    and kept until others need its room: give the job ``order="windowed"``, which reads few row groups at a time.
+    and kept until others need its room: give the job ``reading=rp.Reading(order="windowed")``, which reads few row
+    groups at a time.
 
     Arguments:
         urls: a local path or any URL of fsspec; a pattern; a folder, of which the files `.parquet` are taken in the

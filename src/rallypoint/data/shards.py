@@ -160,8 +160,8 @@ class ShardedDataset(ABC):
         if again and self._again == TOO_OFTEN:
             log.warning(
                 "shards of the data set are read again soon after they were dropped, because those that are needed at "
-                'a time take more than cache_bytes=%d in this process: order="windowed", fewer mixed_shards, or a '
-                "larger cache_bytes avoid that (%d bytes are kept of %d shards)",
+                'a time take more than cache_bytes=%d in this process: reading.order="windowed", fewer '
+                "reading.mixed_shards, or a larger cache_bytes avoid that (%d bytes are kept of %d shards)",
                 self._cache_bytes, self._kept.size, len(self._kept),
             )  # fmt: skip
         self._dropped.extend(self._kept.put(shard, rows, rows.nbytes))

@@ -82,7 +82,7 @@ class Stream:
         """Return which items each replica reads. Raises DataError for settings that do not fit."""
         if config.reading.order != "stream":
             raise DataError(
-                f'order="{config.reading.order}" with a stream: it has its iterator\'s order; leave order= out'
+                f'reading.order="{config.reading.order}" with a stream: it has its iterator\'s order; leave it out'
             )
         try:
             return StreamOrder(self.parts, replicas=config.replicas, batch=config.batch)

@@ -192,8 +192,8 @@ class Lanes:
         wanted = config.replicas * config.batch
         if config.reading.order != "sequential":
             raise DataError(
-                f'rp.Lanes with order="{config.reading.order}": the windows of a lane follow one another; '
-                "leave order= out"
+                f'rp.Lanes with reading.order="{config.reading.order}": the windows of a lane follow one another; '
+                "leave it out"
             )
         if self.lanes != wanted:
             raise DataError(

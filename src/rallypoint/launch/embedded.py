@@ -30,6 +30,8 @@ from rallypoint.net.handshake import LAUNCHER, Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.lenient import say
+from rallypoint.observe.usage import usable_cores
+from rallypoint.observe.waits import SharedCores
 from rallypoint.parallel import Parallel
 from rallypoint.server.service import ServerService
 from rallypoint.store.checkpoints import Checkpoint, begin_from, read_checkpoint
@@ -46,8 +48,8 @@ from rallypoint.worker.tensors import ModelTensors, TrainSettings
 class EmbeddedJob(Job):
     """A worker with its own coordinator and server on threads of this process, over the in-process transport.
 
-    With a `console` the run's progress is shown there. The process has as many intra-op threads as before when the job
-    is closed.
+    With a `console` the run's progress is shown there. Where the script computes with most of the cores, the server
+    waits while it does. The process has as many intra-op threads as before when the job is closed.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class EmbeddedJob(Job):
         resume: Resumed | None = None,
     ) -> None:  # fmt: skip
         """`resume`: the snapshot to begin with, which `about` says where to find. None are taken."""
-        transport = InprocTransport()
+        transport, self._shared = InprocTransport(), SharedCores()
         self._threads_before = torch.get_num_threads()
         self._coordinator = CoordinatorService(
             terms=Terms(servers=servers), bind="coordinator:0", transport=transport,
@@ -67,6 +69,7 @@ class EmbeddedJob(Job):
             for i in range(servers)
         ]
         for server in self._servers:
+            server.share(self._shared)
             server.start()
         self._console = console
         self._observer = None if console is None else CoordinatorLink(
@@ -75,9 +78,9 @@ class EmbeddedJob(Job):
         )  # fmt: skip
         if self._observer is not None:
             self._observer.start()
-        super().__init__(id="worker0", coordinator=self._coordinator.address, transport=transport)
-        if console is not None and (few := fewer_threads(torch.get_num_threads(), self._threads_before)):
-            self._say(few)
+        super().__init__(id="worker0", coordinator=self._coordinator.address, transport=transport, cores=self._shared)
+        if 2 * torch.get_num_threads() <= usable_cores():
+            self._cores = None  # cores are left for the server
 
     def _finish(self, run: Run | None) -> None:
         try:
@@ -90,6 +93,7 @@ class EmbeddedJob(Job):
 
     def close(self) -> None:
         """End the worker, then its cluster."""
+        self._shared.give()  # an error may have left a micro-batch half begun
         super().close()
         for server in self._servers:
             server.close()
@@ -98,16 +102,6 @@ class EmbeddedJob(Job):
             self._observer.close()
             self._console.close()
         torch.set_num_threads(self._threads_before)
-
-
-def fewer_threads(now: int, before: int) -> str:
-    """Return what is said when a job alone computes with fewer intra-op threads than its process had; "" if not."""
-    if now >= before:
-        return ""
-    return (
-        f"computing with {now} intra-op thread{'s' if now > 1 else ''} (torch had {before} here): OMP_NUM_THREADS="
-        f"{before} gives the job as many, and other bytes"
-    )
 
 
 def _ended(error: RallypointError) -> None:

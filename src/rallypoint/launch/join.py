@@ -14,6 +14,8 @@ import time
 import traceback
 from types import TracebackType
 
+import torch
+
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.errors import JobAborted, RallypointError, UsageError
 from rallypoint.launch import environment
@@ -74,7 +76,7 @@ def join() -> Job | RankJob:
         if (place := place_of(os.environ)) is not None:
             enter(place)  # this process becomes the supervisor of one that runs the script with an address
         return _closed_at_exit(EmbeddedJob(
-            console=RunConsole(), about=JoinInfo(threads=environment.threads_of(os.environ))
+            console=RunConsole(), about=JoinInfo(threads=torch.get_num_threads())
         ))  # fmt: skip
     if (coordinator, os.getpid()) in _joined:
         raise UsageError(JOINED)

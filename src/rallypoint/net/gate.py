@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import logging
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -225,9 +226,5 @@ def _host(connection: Connection) -> str:
 
 def _files() -> int:
     """How many files this process may open."""
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return 4 * MOST
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 4 * MOST if soft == resource.RLIM_INFINITY else soft

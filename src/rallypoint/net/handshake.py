@@ -17,7 +17,7 @@ from rallypoint.core.typed import printable
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, UnprovenPeer, UsageError
 from rallypoint.net.frames import GREETING_LIMIT, HEADER_BYTES, PROTOCOL, Header, Kind, pack, unpack
-from rallypoint.net.transport import Connection, Secured, Transport, Upgradable, receive_bytes
+from rallypoint.net.transport import Connection, Secured, Transport, receive_bytes
 
 # ---- Keys from the job's token and from tickets: HKDF-SHA256 (RFC 5869), one for each purpose and direction ----
 #
@@ -272,10 +272,11 @@ class Greeting:
     def welcome(self, message: Welcome) -> LinkKeys:
         """Accept the dialer. Returns the keys for the frames that follow."""
         connection, keys = self._transcript.connection, self._transcript.keys
-        agreed = self.hello.payloads if self.hello.payloads == _offer(connection) else ""
+        agreed = self.hello.payloads if self.hello.payloads == connection.offers else ""
         self._transcript.send(Kind.WELCOME, msgspec.structs.replace(message, payloads=agreed), keys.listener)
         links = dialers_keys(keys, self._transcript.digest).other_side()
-        _upgrade(connection, agreed, links)
+        if agreed:
+            connection.upgrade(links.sending, links.receiving)
         connection.set_deadline(None)
         return links
 
@@ -365,7 +366,7 @@ def introduce(
         check_role(connection.secured, certificate or hello.to[0], connection.peer)
         _find(transcript, hello)
         nonce = secrets.token_bytes(NONCE_BYTES)
-        hello = msgspec.structs.replace(hello, nonce=nonce, payloads=_offer(connection))
+        hello = msgspec.structs.replace(hello, nonce=nonce, payloads=connection.offers)
         transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
         header = transcript.receive_header()
         if header.kind not in (Kind.WELCOME, Kind.REFUSE):
@@ -383,19 +384,10 @@ def introduce(
     if welcome.payloads not in ("", hello.payloads):
         raise ProtocolError(f"{connection.peer} sends payloads by {printable(welcome.payloads, 40)}, which is unknown")
     keys = dialers_keys(transcript.keys, transcript.digest)
-    _upgrade(connection, welcome.payloads, keys)
+    if welcome.payloads:
+        connection.upgrade(keys.sending, keys.receiving)
     connection.set_deadline(None)
     return welcome, keys
-
-
-def _offer(connection: Connection) -> str:
-    """What this side can use for large payloads instead of the stream; "": nothing."""
-    return connection.offers if isinstance(connection, Upgradable) else ""
-
-
-def _upgrade(connection: Connection, agreed: str, keys: LinkKeys) -> None:
-    if agreed and isinstance(connection, Upgradable):
-        connection.upgrade(keys.sending, keys.receiving)
 
 
 def _unproved(hello: Hello, token: str, ticket: bytes) -> str:

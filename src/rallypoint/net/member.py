@@ -26,8 +26,7 @@ from rallypoint.core.protocol import (
     Report,
     ViewChange,
 )
-from rallypoint.core.view import Member, View
-from rallypoint.core.view_difference import WrongBase, apply, canonical
+from rallypoint.core.view import Member, View, WrongBase, apply, canonical
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError, UnprovenPeer
 from rallypoint.net.channel import Backlog, Channel
 from rallypoint.net.frames import Kind

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import threading
+import weakref
 
 import torch
 
 from rallypoint.net.memory import allocate
 
 PERIOD = 1024  # takes
+log = logging.getLogger("rallypoint")
 
 
 class Buffer:
@@ -109,6 +113,26 @@ def words_of_memory(words: int) -> torch.Tensor:
     if memory is None:
         return torch.empty(words, dtype=torch.float32, device="cpu")
     return torch.frombuffer(memory, dtype=torch.float32)
+
+
+def pinned_words(words: int) -> torch.Tensor:
+    """Like `words_of_memory`, and page-locked: a GPU copies to and from it beside what it computes.
+
+    Memory that torch pins by itself is rounded up to a power of two, and no other member may read it.
+    """
+    memory = allocate(4 * words)
+    if memory is None or not _pin(memory):
+        return torch.empty(words, dtype=torch.float32, device="cpu", pin_memory=True)
+    return torch.frombuffer(memory, dtype=torch.float32)
+
+
+def _pin(memory: ctypes.Array[ctypes.c_char]) -> bool:
+    runtime, start = torch.cuda.cudart(), ctypes.addressof(memory)  # type: ignore[no-untyped-call]
+    if int(failure := runtime.cudaHostRegister(start, len(memory), 0)):
+        log.info("%d bytes of shared memory cannot be pinned (%s)", len(memory), failure)
+        return False
+    weakref.finalize(memory, runtime.cudaHostUnregister, start).atexit = False  # it runs before those made earlier
+    return True
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

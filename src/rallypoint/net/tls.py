@@ -163,6 +163,8 @@ class TlsConnection:
         certificate: the other side's (DER), once both have shaken hands.
     """
 
+    offers = ""
+
     def __init__(self, stream: TcpConnection, files: TlsFiles, *, listener: bool) -> None:
         self._stream, self._files, self._listener = stream, files, listener
         self._shaking = threading.Lock()
@@ -365,6 +367,9 @@ class TlsConnection:
 
     def share_port(self, part: float) -> None:
         self._stream.share_port(part)
+
+    def upgrade(self, sending: bytes, receiving: bytes) -> None:
+        """Does nothing: it offers nothing."""
 
     def finish(self) -> None:
         self._stream.finish()

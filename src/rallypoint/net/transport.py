@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError
 
@@ -73,6 +73,19 @@ class Connection(Protocol):
     def lender(self) -> Lender | None:
         """What lends payloads to the other side; None if they must be sent. It is final once the greeting is over."""
 
+    @property
+    def offers(self) -> str:
+        """The name, with its version, of a better way for large payloads; "" if it has none.
+
+        If both sides name the same in the greeting, both call `upgrade` at the same point of the stream.
+        """
+
+    def upgrade(self, sending: bytes, receiving: bytes) -> None:
+        """Use that way from here on, if it works; blocks until both sides know. The keys are this side's, of 32 bytes.
+
+        LinkError when the stream ends, or what comes was changed on its way.
+        """
+
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         """Send `head`, then `payload`, completely; blocks until they are sent. LinkError when the stream has ended."""
 
@@ -107,24 +120,6 @@ class Connection(Protocol):
         """End the stream in both directions. Any thread may call it, more than once. What was sent last may be lost.
 
         A thread that is blocked in `send` or `recv_into` gets a LinkError.
-        """
-
-
-@runtime_checkable
-class Upgradable(Protocol):
-    """A connection that has a better way for large payloads, for two sides that have proved themselves.
-
-    Both sides name it in the greeting. If they name the same, both call `upgrade` at the same point of the stream.
-    """
-
-    @property
-    def offers(self) -> str:
-        """The name of that way, with its version."""
-
-    def upgrade(self, sending: bytes, receiving: bytes) -> None:
-        """Use it from here on, if it works; blocks until both sides know. The keys are this side's, of 32 bytes.
-
-        LinkError when the stream ends, or what comes was changed on its way.
         """
 
 
@@ -312,6 +307,7 @@ class InprocConnection:
     """A Connection over two pipes."""
 
     secured: Secured = PLAIN
+    offers = ""
 
     def __init__(self, incoming: _Pipe, outgoing: _Pipe, peer: str, lender: Lender | None = None) -> None:
         self._incoming, self._outgoing, self._peer = incoming, outgoing, peer
@@ -352,6 +348,9 @@ class InprocConnection:
 
     def share_port(self, part: float) -> None:
         """Does nothing."""
+
+    def upgrade(self, sending: bytes, receiving: bytes) -> None:
+        """Does nothing: it lends from the start."""
 
     def finish(self) -> None:
         self._outgoing.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,11 @@ from typing import Any, NamedTuple
 from rallypoint.core.protocol import MOST_GPUS
 
 _LOOPBACK = "lo"
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,32 @@ def wait_until(
         patience *= 2
 
 
+class SharedCores:
+    """Who computes in a process whose cores a worker and a server share (`python train.py` alone): the script, or the
+    server while the script waits for a version. Both at once take longer than one after the other.
+    """
+
+    LONGEST_S = 5.0  # a script that computes for so long has to share
+
+    def __init__(self) -> None:
+        self._free = threading.Event()
+        self._free.set()
+
+    def take(self) -> None:
+        """The script computes."""
+        self._free.clear()
+
+    def give(self) -> bool:
+        """The script waits, or has computed. Returns True if it had the cores."""
+        had = not self._free.is_set()
+        self._free.set()
+        return had
+
+    def wait(self) -> None:
+        """Wait while the script computes. For the server's thread."""
+        self._free.wait(self.LONGEST_S)
+
+
 class Progress:
     """How a worker's main thread gets on: for how long it has waited for others since it last did something new.
 

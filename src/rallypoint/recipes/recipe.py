@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from rallypoint.errors import ConfigError, DataError, RallypointError
+from rallypoint.launch import environment
 from rallypoint.observe.lenient import encode_all, say
 
 WEIGHTS_FILE = "model.safetensors"
@@ -129,17 +131,34 @@ def save_patiently(
 def choose_device(name: str) -> torch.device:
     """Return the device called `name`; "auto" is a GPU if there is one.
 
-    Raises `ConfigError` for a device that is missing.
+    Of several GPUs each process of this machine takes its own (by LOCAL_RANK, as torch counts them). Raises
+    `ConfigError` for a device that is missing.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as unknown:
         raise ConfigError(f"{name!r} is no device: give --device cpu, cuda, cuda:1 or auto") from unknown
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name} was asked for, but torch sees {torch.cuda.device_count()} GPUs: try auto")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", place_among_gpus(os.environ, torch.cuda.device_count()))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before the first tensor is there: a DeviceMesh asks for the current device
     return device
+
+
+def place_among_gpus(environ: Mapping[str, str], gpus: int) -> int:
+    """Return which of the `gpus` that this process sees is its own. Workers share GPUs where there are too few of them;
+    ranks of one worker cannot (NCCL): ConfigError."""
+    ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    if environment.RANKS in environ and ranks > gpus:
+        raise ConfigError(
+            f"this worker has {ranks} ranks and sees {gpus} GPU{'s' if gpus > 1 else ''}: each rank needs one of its "
+            f"own; give --ranks {gpus}, or --device cpu"
+        )
+    return int(environ.get("LOCAL_RANK", "0")) % gpus
 
 
 def as_typed(path: str | Path) -> str:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import rallypoint as rp
-from rallypoint.recipes.digits import CHANNELS, CLASSES, load_digits
 from rallypoint.recipes.picture import save_picture
 from rallypoint.recipes.recipe import (
     ACCUMULATE,
@@ -35,7 +34,7 @@ from rallypoint.recipes.recipe import (
     exit_status,
     save_patiently,
 )
-from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
+from rallypoint.recipes.resnet_model import CHANNELS, CLASSES, ResNet, ResNetConfig, load_digits
 
 PROGRAM = "python -m rallypoint.recipes.resnet"
 STAGES = 3

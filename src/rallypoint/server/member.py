@@ -11,12 +11,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from rallypoint.config import parse
 from rallypoint.core.protocol import Aborted, Beat, Finished, Hello, Message, NewView, Prepare, Refused, Welcome
-from rallypoint.core.shard.links import Fence
+from rallypoint.core.shard.shell import Fence
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
@@ -27,7 +28,7 @@ from rallypoint.net.places import wanted
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
-from rallypoint.observe.waits import wait_heeding_signals
+from rallypoint.observe.waits import SharedCores, wait_heeding_signals
 from rallypoint.server import inbox
 from rallypoint.server.job import ServerJob
 
@@ -125,10 +126,15 @@ class OwnerThread:
         self.handler: Handler | None = None  # set once, before any event of a job is put into the inbox
         self._failed = failed
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._get: Callable[..., object] = self._inbox.get
         self._began: float | None = None  # to handle the event in progress
         self.put = self._inbox.put
         self.thread = threading.Thread(target=self._run, name="reduce", daemon=True)
         self.thread.start()
+
+    def share(self, cores: SharedCores) -> None:
+        """Wait, from the second event on, while a script of this process computes."""
+        self._get = partial(_get_with, cores, self._inbox)
 
     @property
     def busy_s(self) -> float:
@@ -153,7 +159,7 @@ class OwnerThread:
             while True:
                 work = self.handler.idle_work() if self.handler is not None else None
                 try:
-                    event = self._inbox.get(block=work is None)
+                    event = self._get(block=work is None)
                 except queue.Empty:
                     assert work is not None
                     work()
@@ -166,6 +172,12 @@ class OwnerThread:
                 self._began = None
         except Exception as error:  # after any error the tensors can no longer be trusted
             self._failed(error)
+
+
+def _get_with(cores: SharedCores, inbox: queue.SimpleQueue[object], *, block: bool) -> object:
+    event = inbox.get(block=block)
+    cores.wait()
+    return event
 
 
 class ServerLinks(Protocol):
@@ -233,6 +245,10 @@ class ListeningMember(ABC):
         self._gate.me = self._link.credentials.me
 
     # ---- from the start to the end ----
+
+    def share(self, cores: SharedCores) -> None:
+        """Before `start`: handle events only while the script of this process does not compute."""
+        self._owner.share(cores)
 
     def start(self) -> None:
         """Listen, then join the coordinator.

@@ -17,11 +17,10 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.protocol import Accounted, Applied, AuditFound, Message, Updated
 from rallypoint.core.shard import clip, events
 from rallypoint.core.shard.effects import Accepted, Apply, Choose, Disputed, Finish, Reply
-from rallypoint.core.shard.links import Fence
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.pulls import Request, Requests
 from rallypoint.core.shard.server import Effect
-from rallypoint.core.shard.shell import Answer, ServerShell, applied_in
+from rallypoint.core.shard.shell import Answer, Fence, ServerShell, applied_in
 from rallypoint.core.sums import pieces_of
 from rallypoint.core.typed import MOST_NORM
 from rallypoint.core.view import ViewNumber

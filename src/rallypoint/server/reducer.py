@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from rallypoint.config import paces_by_port
 from rallypoint.core.decisions import reductions_at
 from rallypoint.core.layout import forward_ranks
@@ -339,6 +341,8 @@ class Reducer:
 
     def _viewed(self, event: inbox.ViewCame) -> None:
         view, before = event.view, self.machine.view
+        if self.job.record.threads:
+            own_threads(self.job.record.threads)
         rolled_back = before is not None and before.generation != view.generation
         if self.capture is not None and before is not None and (rolled_back or before.primary != view.primary):
             self.capture.abandon()
@@ -521,6 +525,16 @@ class Reducer:
         machine = self.machine.machine(index)
         assert machine is not None
         return self._owned[index].state(version, tuple(machine.clocks), wires=False)
+
+
+def own_threads(number: int) -> None:
+    """Let torch compute with so many intra-op threads in this thread, whatever others set for now.
+
+    Torch has a number for each thread. Its first computation there takes the one that the process has at that moment.
+    """
+    torch.set_num_threads(number)
+    torch.get_num_threads()  # as a computation: from here on the thread has its own
+    torch.set_num_threads(number)
 
 
 def bad_replicas(header: Header) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ import torch
 from rallypoint.core.protocol import Capture, GiveUp, Hello, Leaving, Message, Refused, Skipped, expect
 from rallypoint.core.shard import clip
 from rallypoint.core.shard.events import Acked
-from rallypoint.core.shard.links import Key, PeerLinks
 from rallypoint.core.shard.server import ServerMachine
+from rallypoint.core.shard.shell import Key, PeerLinks
 from rallypoint.core.typed import LONGEST_NAME, printable
 from rallypoint.core.view import Member, View
 from rallypoint.errors import AccessDenied, ProtocolError, RallypointError

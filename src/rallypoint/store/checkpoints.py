@@ -494,8 +494,8 @@ def _refuse(record: JobRecord, config: JobConfig, step: int) -> None:
         raise ConfigError("only jobs with sync=rp.Sync() or rp.AllReduce(), without a quorum, begin from a checkpoint")
     if config.evaluation.plateau is not None and step > 0:
         raise ConfigError(
-            f"a job with plateau= cannot begin from a checkpoint of step {step}: nothing says how often the rate was "
-            "reduced before. Begin at step 0 (--step 0), or leave plateau= out"
+            f"a job with evaluation.plateau cannot begin from a checkpoint of step {step}: nothing says how often the "
+            "rate was reduced before. Begin at step 0 (--step 0), or leave it out"
         )
     if not 0 <= step < config.rounds:
         raise DataError(f"the checkpoint is of step {step}, and the job has {config.rounds}: give it more steps")

@@ -14,7 +14,7 @@ from rallypoint.core import keys as machine
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.protocol import Beat, Message, Report
 from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.core.worker.links import LinkTable
+from rallypoint.core.worker.shell import LinkTable
 from rallypoint.core.worker.slots import Store
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError, StoreRolledBack
 from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind, wants

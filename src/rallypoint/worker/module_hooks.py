@@ -1,10 +1,10 @@
-"""Hooks on the model's modules, parameters that are late, and what backward keeps of a forward pass."""
+"""Hooks on the model's modules, and what backward keeps of a forward pass."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -91,62 +91,6 @@ class ModuleHooks:
 class _After(Hook):
     def __call__(self, module: torch.nn.Module, arguments: Any, result: Any = None) -> None:
         super().__call__(module, arguments)
-
-
-# ---- Parameters that are late: whatever reads one of them waits until its new values are installed ----
-
-Settle = Callable[[torch.nn.Parameter], None]
-
-_GETTERS = (
-    "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf",
-    "is_meta", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape",
-)  # fmt: skip
-_METHODS = (
-    "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel",
-    "size", "storage_offset", "stride",
-)  # fmt: skip
-_READ_NO_VALUES = frozenset({
-    *(getattr(torch.Tensor, name).__get__ for name in _GETTERS), *(getattr(torch.Tensor, name) for name in _METHODS),
-    *(getattr(torch.Tensor.grad, name) for name in ("__set__", "__delete__")),
-})  # fmt: skip
-
-
-def late_kind(settle: Settle, before: Callable[[], None] = lambda: None) -> type[torch.nn.Parameter]:
-    """Return a class for late parameters. Set a parameter's `__class__` to it, and later back to torch's own class.
-
-    Torch calls `__torch_function__` of a subclass with every function that gets such a tensor as an argument, from
-    whichever module: `settle` is called for it first. It must set the class back. A parameter of torch's own class
-    costs nothing. `before` is called once for such a function, before the first `settle`.
-    """
-
-    class Late(torch.nn.Parameter):
-        @classmethod
-        def __torch_function__(
-            cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
-            kwargs: dict[str, Any] | None = None,
-        ) -> Any:  # fmt: skip
-            if func in _READ_NO_VALUES:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **(kwargs or {}))
-            before()
-            for parameter in _among((*args, *(kwargs or {}).values()), cls):
-                settle(parameter)
-            return func(*args, **(kwargs or {}))
-
-    return Late
-
-
-def _among(values: Iterable[Any], kind: type[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """The parameters of this class among a call's arguments, and in lists and dictionaries of them."""
-    found: list[torch.nn.Parameter] = []
-    for value in values:
-        if type(value) is kind:
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += _among(value, kind)
-        elif isinstance(value, dict):
-            found += _among(value.values(), kind)
-    return found
 
 
 # ---- What a backward pass needs of the forward pass: kept, or computed once more (`recompute`) ----

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from rallypoint.core.plan.site import EXCHANGES, ONE_SITE, Sites, sites_seconds, uplink_bytes
 from rallypoint.core.plan.workload import Workload, transformer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))  # its modules import one another by name
+
+from scale_cluster import EXCHANGES, ONE_SITE, Sites, sites_seconds, uplink_bytes
 
 MODEL = Workload(layers=transformer(1e9, 2.0))
 INT8 = msgspec.structs.replace(MODEL, up=1.0, down=1.0)

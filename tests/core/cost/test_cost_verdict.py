@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rallypoint.core.plan.candidates import Machines, PlannedCodec, candidates_for, verdict_of
+from rallypoint.core.plan.candidates import Judgement, Machines, PlannedCodec, candidates_for
 from rallypoint.core.plan.workload import Workload, transformer
 
 GBIT = 1e9 / 8
@@ -14,22 +14,22 @@ SLOW_LINKS = Workload(layers=transformer(1.25e7, 1.0))  # K/B is 3.2 s
 
 
 def test_with_as_many_server_links_as_workers_and_little_to_compute_servers_win() -> None:
-    verdict = verdict_of(candidates_for(SLOW_LINKS, MACHINES))
+    verdict = Judgement.of(candidates_for(SLOW_LINKS, MACHINES))
     assert verdict.ours
     assert verdict.best.servers in (8, 10)
     assert "times as fast as DDP" in verdict.why
 
 
 def test_few_servers_do_not_pay() -> None:
-    verdict = verdict_of(candidates_for(SLOW_LINKS, msgspec.structs.replace(MACHINES, servers=(2,))))
+    verdict = Judgement.of(candidates_for(SLOW_LINKS, msgspec.structs.replace(MACHINES, servers=(2,))))
     assert not verdict.ours
     assert "servers would not pay" in verdict.why
 
 
 def test_servers_do_not_pay_inside_one_host_or_where_computing_hides_the_ring() -> None:
     one_host = msgspec.structs.replace(MACHINES, per_host=8)
-    assert not verdict_of(candidates_for(SLOW_LINKS, one_host)).ours
-    slow = verdict_of(candidates_for(Workload(layers=transformer(1.25e7, 300.0)), MACHINES))
+    assert not Judgement.of(candidates_for(SLOW_LINKS, one_host)).ours
+    slow = Judgement.of(candidates_for(Workload(layers=transformer(1.25e7, 300.0)), MACHINES))
     assert not slow.ours
     assert "computing hides all but" in slow.why
 
@@ -39,8 +39,8 @@ def test_failures_make_a_job_that_goes_back_nowhere_worth_it() -> None:
     work, gpus = Workload(layers=transformer(1.25e7, 60.0), shard_bytes=64 << 10), 64
     calm = msgspec.structs.replace(MACHINES, gpus=gpus, servers=(64,))
     rough = msgspec.structs.replace(calm, mtbf=43200.0)
-    assert not verdict_of(candidates_for(work, calm)).ours
-    verdict = verdict_of(candidates_for(work, rough))
+    assert not Judgement.of(candidates_for(work, calm)).ours
+    verdict = Judgement.of(candidates_for(work, rough))
     assert verdict.ours
     assert verdict.best.replication == 2
     assert verdict.other is not None
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_not_recommended() -> None:
     assert fits["DDP"] is False
     assert fits["FSDP"] is True
     assert all(one.fits for one in found if one.ours)
-    nothing = verdict_of(candidates_for(work, msgspec.structs.replace(small, memory=1e9)))
+    nothing = Judgement.of(candidates_for(work, msgspec.structs.replace(small, memory=1e9)))
     assert nothing.why.startswith("nothing fits")
 
 
@@ -79,14 +79,14 @@ def test_several_devices_of_a_host_are_ranks_of_a_worker_or_have_an_aggregator()
 
 def test_failures_that_let_no_step_end_are_said() -> None:
     lost = msgspec.structs.replace(MACHINES, mtbf=1e-3)
-    alone = verdict_of(candidates_for(SLOW_LINKS, msgspec.structs.replace(lost, gpus=1, servers=(1,))))
+    alone = Judgement.of(candidates_for(SLOW_LINKS, msgspec.structs.replace(lost, gpus=1, servers=(1,))))
     assert "no layout gets on" in alone.why
-    assert "more than 100 times" in verdict_of(candidates_for(SLOW_LINKS, lost)).why  # with backups it does
+    assert "more than 100 times" in Judgement.of(candidates_for(SLOW_LINKS, lost)).why  # with backups it does
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 64])
 def test_any_number_of_devices_gets_a_verdict(gpus: int) -> None:
-    verdict = verdict_of(candidates_for(SLOW_LINKS, msgspec.structs.replace(MACHINES, gpus=gpus)))
+    verdict = Judgement.of(candidates_for(SLOW_LINKS, msgspec.structs.replace(MACHINES, gpus=gpus)))
     assert verdict.why
     if gpus == 1:
         assert not verdict.ours  # nobody to add up with

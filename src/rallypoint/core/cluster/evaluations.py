@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from rallypoint.core.job import JobRecord
 
 KEPT = 64  # versions
-_NO_EVALUATION = "run.stop_when and plateau= decide from evaluations, and the script has none: write @run.every(100)"
+_NO_EVALUATION = (
+    "run.stop_when and evaluation.plateau decide from evaluations, and the script has none: write @run.every(100)"
+)
 
 
 @dataclass(slots=True)

@@ -207,33 +207,33 @@ class Judgement(msgspec.Struct, frozen=True):
     def ours(self) -> bool:
         return self.best.ours
 
-
-def verdict_of(candidates: Sequence[Candidate]) -> Judgement:
-    """Choose by the seconds of a step, with what failures take of them."""
-    ours, peers = (_best([one for one in candidates if one.fits and one.ours is kind]) for kind in (True, False))
-    if ours is None and peers is None:
-        least = min(candidates, key=lambda one: one.memory.device)
-        return Judgement(least, None, f"nothing fits: {least.name} needs least, {_gb(least.memory.device)} GB a device")
-    if all(math.isinf(one.seconds) for one in (ours, peers) if one is not None):
-        least = min((one for one in (ours, peers) if one is not None), key=lambda one: one.step.seconds)
-        return Judgement(least, None, f"no layout gets on: with these failures not even {called(least)} ends a step")
-    if peers is None:
-        assert ours is not None
-        return Judgement(ours, None, f"use {called(ours)}: {_says(ours)}; neither DDP nor FSDP fits")
-    if ours is None:
-        return Judgement(peers, None, f"use {called(peers)}: {_says(peers)}; with servers it does not fit")
-    ratio = peers.seconds / ours.seconds
-    if ratio >= MARGIN:
-        times = f"{ratio:.2f}" if ratio < _MOST else f"more than {_MOST}"
-        beside = f"{times} times as fast as {called(peers)} ({_says(peers)})"
-        return Judgement(ours, peers, f"use {called(ours)}: {_says(ours)}, {beside}{_hint(ours)}")
-    waits = peers.step.waited / peers.step.seconds
-    reason = f": computing hides all but {waits:.0%} of its step" if waits < 0.1 else ""
-    why = (
-        f"use {called(peers)}, servers would not pay: {_says(peers)}{reason}, and at best "
-        f"{_says(ours)} with {called(ours)}"
-    )
-    return Judgement(peers, ours, why)
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Judgement:
+        """Choose by the seconds of a step, with what failures take of them."""
+        ours, peers = (_best([one for one in candidates if one.fits and one.ours is kind]) for kind in (True, False))
+        if ours is None and peers is None:
+            least = min(candidates, key=lambda one: one.memory.device)
+            return cls(least, None, f"nothing fits: {least.name} needs least, {_gb(least.memory.device)} GB a device")
+        if all(math.isinf(one.seconds) for one in (ours, peers) if one is not None):
+            least = min((one for one in (ours, peers) if one is not None), key=lambda one: one.step.seconds)
+            return cls(least, None, f"no layout gets on: with these failures not even {called(least)} ends a step")
+        if peers is None:
+            assert ours is not None
+            return cls(ours, None, f"use {called(ours)}: {_says(ours)}; neither DDP nor FSDP fits")
+        if ours is None:
+            return cls(peers, None, f"use {called(peers)}: {_says(peers)}; with servers it does not fit")
+        ratio = peers.seconds / ours.seconds
+        if ratio >= MARGIN:
+            times = f"{ratio:.2f}" if ratio < _MOST else f"more than {_MOST}"
+            beside = f"{times} times as fast as {called(peers)} ({_says(peers)})"
+            return cls(ours, peers, f"use {called(ours)}: {_says(ours)}, {beside}{_hint(ours)}")
+        waits = peers.step.waited / peers.step.seconds
+        reason = f": computing hides all but {waits:.0%} of its step" if waits < 0.1 else ""
+        why = (
+            f"use {called(peers)}, servers would not pay: {_says(peers)}{reason}, and at best "
+            f"{_says(ours)} with {called(ours)}"
+        )
+        return cls(peers, ours, why)
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate | None:

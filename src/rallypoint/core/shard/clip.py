@@ -101,11 +101,10 @@ class Rule:
     skips: bool = False
     stops: bool = False
     scaled: bool = False
+    examines: bool = field(init=False)  # do servers look at each finished sum before they apply it?
 
-    @property
-    def examines(self) -> bool:
-        """Do servers look at each finished sum before they apply it?"""
-        return self.skips or self.stops or self.scaled
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "examines", self.skips or self.stops or self.scaled)  # asked for each shard and step
 
     def verdict(self, step: int, measures: Sequence[Measure], generation: ViewNumber) -> StepVerdict:
         """The decision on a step, from the measures in shard order."""

@@ -3,7 +3,7 @@
 The machine only decides; `server/reducer.py` runs the effects. It has no lock: one thread calls it, its owner.
 
 A shard has one primary, which sums contributions and publishes versions. It may have one backup, which applies the same
-updates and acknowledges them. `core/shard/replication.py` shows a backup's states and what is published when.
+updates and acknowledges them. `core/shard/machine.py` shows a backup's states and what is published when.
 
 The path of a contribution through a primary:
 
@@ -28,6 +28,7 @@ out exactly once in Take, Add, Drop or Install, so no buffer leaks.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from rallypoint.core.policy import Policy, Verdict
@@ -50,11 +51,241 @@ from rallypoint.core.shard.effects import (
     Publish,
     Take,
 )
-from rallypoint.core.shard.invariants import check_shard
-from rallypoint.core.shard.pulls import Wants
-from rallypoint.core.shard.replication import ShardCopies
+from rallypoint.core.shard.events import Assigned
+from rallypoint.core.shard.pulls import Clocks, Wants
 from rallypoint.core.shard.summing import Chain, Choice, SumInProgress, TreeSum
-from rallypoint.core.shard.tally import Clocks, Tally
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts each contribution once: as applied, folded (into another's update) or dropped.
+
+    `repeats` counts contributions that arrived a second time (I2). `staleness` is a histogram: how many updates the
+    shard had between the version that a contribution was computed from and the update that it became part of.
+
+    Example, a quorum of 2 of 3: replicas 0 and 1 make step 0's update, so `applied` is 2 and `dropped` is 1. When
+    replica 2's contribution arrives afterwards, it is the dropped one and is not counted again; sent again, it is a
+    repeat.
+    """
+
+    applied: int = 0
+    folded: int = 0
+    dropped: int = 0
+    repeats: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)
+    _newest: dict[int, int] = field(default_factory=dict)  # replica -> the newest step that it was counted for
+    _first: int = 0  # contributions to steps before this one were counted elsewhere
+
+    def restart(self, version: int) -> None:
+        """This server is the shard's primary from `version` on. Contributions before that were counted elsewhere."""
+        self._newest.clear()
+        self._first = max(0, version)
+
+    def arrived(self, replica: int, step: int) -> None:
+        """A contribution was added or held."""
+        self._newest[replica] = max(step, self._newest.get(replica, -1))
+
+    def refused(self, replica: int, step: int, *, may_be_late: bool) -> None:
+        """A contribution was dropped on arrival.
+
+        It is a repeat, or (with `may_be_late`) the first copy of one that the update did not wait for.
+        """
+        if not may_be_late or step <= self._newest.get(replica, self._first - 1):
+            self.repeats += 1
+        else:
+            self._newest[replica] = step
+
+    def round(self, added: int, expected: int, *, skipped: bool) -> None:
+        """An aligned update took `added` of `expected` contributions. `skipped`: it changed nothing."""
+        self.applied += 0 if skipped else added
+        self.dropped += expected if skipped else expected - added
+
+    def update(self, staleness: Iterable[int], *, skipped: bool) -> None:
+        """A streaming update took contributions with these staleness values, in updates."""
+        added = 0
+        for late in staleness:
+            added += 1
+            self.staleness[late] = self.staleness.get(late, 0) + 1
+        if skipped:
+            self.dropped += added
+        else:
+            self.applied += 1
+            self.folded += added - 1
+
+    def validate(self) -> None:
+        """Raise AssertionError unless the counts are possible."""
+        counts = (self.applied, self.folded, self.dropped, self.repeats)
+        assert all(count >= 0 for count in (*counts, *self.staleness.values())), f"{self} counts below zero"
+        assert all(late >= 0 for late in self.staleness), f"{self} has a contribution from a later version"
+
+
+@dataclass(slots=True)
+class CopyState:
+    """The backup of one shard, or the third server, as the primary sees it.
+
+    ```
+              a view names          the state            an acknowledgement covers
+              a new backup           is sent             all that was published
+       none ---------------> needs sync -----> replicating ---------------> caught up
+        ^                      ^   ^                |                          |
+        |                      |   +-- link lost ---+                          |
+        |                      +------ link lost (stays caught up) ------------+
+        +-- a view takes the backup away, or this server is no longer primary (from every state)
+    ```
+
+    From the first acknowledgement on (`needs_ack`), the primary publishes only versions that the backup has (I4). While
+    the link is broken it publishes nothing new. So a backup that was caught up stays caught up and may be promoted;
+    `needs_sync` then says that the whole state must be sent first on the new link.
+
+    A backup that held all that was published when this server became the primary is caught up from the beginning. It
+    may be at the same version: so it is asked first (`asks`), and filled only if it is not.
+    """
+
+    needs_sync: bool = False  # there is a backup, and the state has not been sent over its current link
+    replicating: bool = False  # the primary sends every update to the backup
+    caught_up: bool = False  # the backup may be promoted
+    needs_ack: bool = False  # publish only versions that the backup has
+    asks: bool = False  # it may hold the state already
+    acked: int = -1  # the newest version acknowledged over the current link
+    chose: int = -1  # the step of the newest choice of contributions acknowledged over the current link
+
+    def assigned(self, *, backup: bool, proven: bool = False) -> None:
+        """A view pairs the shard with a new backup, or (False) with none. `proven`: it holds all that was published."""
+        self.needs_sync = backup
+        self.replicating = False
+        self.caught_up = self.needs_ack = self.asks = backup and proven
+        self.acked = self.chose = -1
+
+    def filled(self) -> None:
+        """The caller sends the whole state now, and every update from now on."""
+        self.needs_sync, self.replicating = False, True
+
+    def link_lost(self) -> None:
+        """The link broke, and everything in transit is lost: the whole state must be sent again."""
+        if self.replicating:
+            self.needs_sync, self.replicating = True, False
+            self.acked = self.chose = -1
+
+    def refuted(self) -> None:
+        """The backup does not hold the same state: it is to be filled."""
+        self.asks = False
+        self.link_lost()
+
+    def acknowledged(self, version: int, *, chosen: bool = False) -> None:
+        """The backup acknowledged `version`, and perhaps a choice for the next one."""
+        self.acked = max(self.acked, version)
+        self.chose = version if chosen else self.chose
+        self.needs_ack, self.asks = True, False
+
+    @property
+    def limits(self) -> bool:
+        """True if the backup may be promoted, or will be as soon as the state that is on its way has come."""
+        return self.replicating or self.needs_ack
+
+    def catches_up(self, published: int) -> bool:
+        """Returns True once: when the backup has all published versions for the first time."""
+        if self.caught_up or self.acked < published:
+            return False
+        self.caught_up = True
+        return True
+
+    def validate(self, version: int, published: int, *, primary: bool) -> None:
+        """Raise AssertionError unless this is one of the states above."""
+        assert primary or self == CopyState(), f"a shard that is not primary here has a backup: {self}"
+        assert not (self.needs_sync and self.replicating), f"{self}: a backup that is replicating needs no sync"
+        assert self.needs_ack or not self.caught_up, f"{self}: caught up without an acknowledgement"
+        assert self.replicating or self.acked < 0, f"{self}: an acknowledgement counts beyond its link"
+        assert self.acked <= version, f"{self}: the backup acknowledged more than version {version}"
+        lost = self.caught_up and self.acked >= 0 and published > self.acked
+        assert not lost, f"publishes version {published} while its backup, caught up, is at version {self.acked}"
+
+
+@dataclass(slots=True)
+class ShardCopies:
+    """The backup of one shard, and the third server (`incoming`) that is filled beside it: see `View.incoming`."""
+
+    backup: CopyState = field(default_factory=CopyState)
+    incoming: CopyState = field(default_factory=CopyState)
+
+    def of(self, incoming: bool) -> CopyState:
+        """The third server, or the backup."""
+        return self.incoming if incoming else self.backup
+
+    def assigned(self, event: Assigned, *, promoted: bool) -> None:
+        """A view names the backup and the third server; `promoted`: this server is the primary from now on."""
+        if event.arrived:
+            self.backup, self.incoming = self.incoming, CopyState()
+        elif event.fresh or not event.backup or promoted:
+            self.backup.assigned(backup=event.primary and event.backup, proven=event.proven)
+        if event.incoming_fresh or not event.incoming:
+            self.incoming.assigned(backup=event.incoming)
+
+    @property
+    def replicating(self) -> tuple[bool, ...]:
+        """To whom updates are sent: the backup (False), the third server (True)."""
+        if not self.incoming.replicating:
+            return (False,) if self.backup.replicating else ()
+        return (False, True) if self.backup.replicating else (True,)
+
+    @property
+    def limits(self) -> bool:
+        """True if somebody may be promoted, or soon."""
+        return self.backup.limits or self.incoming.limits
+
+    def durable(self, version: int) -> int:
+        """The newest version that may be published while the primary is at `version`."""
+        for one in (self.backup, self.incoming):
+            if one.needs_ack and one.acked < version:
+                version = one.acked
+        return version
+
+    def chose(self, step: int) -> bool:
+        """True if all who may be promoted know the contributions that were chosen for `step`."""
+        return all(one.chose == step or not one.limits for one in (self.backup, self.incoming))
+
+    def validate(self, version: int, published: int, *, primary: bool) -> None:
+        """Raise AssertionError unless both are in one of their states."""
+        assert self.backup.needs_sync or self.backup.limits or not self.incoming.limits, f"{self}: no backup, a third"
+        for one in (self.backup, self.incoming):
+            one.validate(version, published, primary=primary)
+
+
+# How the servers that have a copy of a shard prove what they acknowledge.
+
+
+Digest = Hashable  # of what a shard holds at a version: bytes; in the simulation the content itself
+
+
+@dataclass(slots=True)
+class Proofs:
+    """The digests that acknowledgements must carry: of the state that was sent, and of each version after it.
+
+    Only who has loaded the state and applied the updates knows the digest of the version that they make. So a server
+    that acknowledges everything and holds nothing is found out by its first acknowledgement.
+    """
+
+    _expected: dict[tuple[int, str], dict[int, Digest]] = field(default_factory=dict)  # shard, server -> by version
+
+    def filled(self, shard: int, server: str, version: int, digest: Digest) -> None:
+        """The whole state is sent to that server, or it is asked whether it holds it."""
+        self._expected[shard, server] = {version: digest}
+
+    def sent(self, shard: int, server: str, version: int, digest: Digest) -> None:
+        """The update that makes `version` is sent."""
+        self._expected.setdefault((shard, server), {})[version] = digest
+
+    def keep(self, servers: Collection[str]) -> None:
+        """Forget all others."""
+        self._expected = {copy: known for copy, known in self._expected.items() if copy[1] in servers}
+
+    def check(self, shard: int, server: str, version: int, digest: Digest) -> bool | None:
+        """Is the digest right? None if this version is not awaited: an earlier one, or one that was never sent."""
+        expected = self._expected.get((shard, server), {})
+        if version not in expected:
+            return None
+        self._expected[shard, server] = {later: known for later, known in expected.items() if later >= version}
+        return expected[version] == digest
+
 
 # Chooses the version at which a shard's state is kept for a snapshot.
 
@@ -422,7 +653,27 @@ class ShardMachine:
 
     def validate(self) -> None:
         """Raise AssertionError, with a sentence, if the machine is in a state that it can never reach."""
-        check_shard(self)
+        assert self.published <= self.version, f"publishes version {self.published} at version {self.version}"
+        summing = self.added > 0
+        assert not self.awaiting or (self.decides and summing), "a decision is awaited for a sum that there is not"
+        assert self.primary or not (summing or self._held or self.wants), "a backup sums, holds or answers"
+        assert not self._choice.pending or (summing and not self.awaiting), "a choice is told for a finished sum"
+        assert self.primary or not self.chosen, "a backup takes contributions"
+        assert not (self.primary and self.differs), "a primary waits for another one's state"
+        assert self.version >= 0 or not (summing or self._held), "there are contributions before any version"
+        self._sum.validate()
+        assert not any(map(self._sum.knows, self._held)), f"replicas {sorted(self._held)} are held, and in the sum"
+        assert all(0 <= replica < self.expected for replica in self._held), f"{self._held}: of {self.expected}"
+        if self.clocks:
+            self.clocks.validate(self.expected, self.version)
+        else:
+            steps = {contribution.step for contribution in self._sum.contributions}
+            assert steps <= {self.version}, f"contributions to steps {sorted(steps)} at version {self.version}"
+            assert not (self._held and self.policy.tree), "a tree holds nothing back"
+            counted = self.tally.applied + self.tally.dropped
+            assert counted % self.expected == 0, f"{self.tally}: {self.expected} are counted with each update"
+        self.copies.validate(self.version, self.published, primary=self.primary)
+        self.tally.validate()
 
 
 def summed(machine: ShardMachine) -> list[tuple[int, int]]:

@@ -18,7 +18,6 @@ from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.audited import AuditedShard
 from rallypoint.core.shard.clip import ClipMachine, Measure, Rule, StepVerdict, Tell
-from rallypoint.core.shard.invariants import check_server
 from rallypoint.core.shard.machine import ShardMachine, summed
 from rallypoint.core.view import View, ViewNumber
 
@@ -431,4 +430,28 @@ class ServerMachine:
 
     def validate(self) -> None:
         """Raise AssertionError, with a sentence, if the server or a shard is in a state that it can never reach."""
-        check_server(self, FILLS_AT_ONCE)
+        view, me = self.view, self.me
+        if view is None:
+            assert not self._machines, f"{me} holds shards {self.held} before any view"
+            return
+        named = {shard for shard in view.primary if me in view.holders_of(shard)}
+        assert self._machines.keys() == named, f"{me} holds shards {self.held}, and view {view.number} says {named}"
+        for index, machine in self._machines.items():
+            assert machine.primary == (view.primary[index] == me), f"{me}, shard {index}: primary in no view"
+            for incoming, server_id in enumerate(view.holders_of(index)[1:]):
+                known = self.pairs.known.get((index, bool(incoming)), ("",))[0]
+                assert not machine.primary or known == server_id, f"{me}, shard {index}: not the view's backup"
+            try:
+                machine.validate()
+            except AssertionError as error:
+                raise AssertionError(f"{me}, shard {index}: {error}") from None
+        filling = self.pairs.filling
+        assert len(filling) <= FILLS_AT_ONCE, f"{me} fills {sorted(filling)} at once"
+        for index, incoming in filling:
+            copy = self._machines[index].copies.of(incoming)
+            assert copy.replicating, f"{me} fills shard {index}, which does not replicate"
+        if self._clip is not None:
+            own = frozenset(view.shards_of(me)) & self.plan.decides
+            assert self._clip.own == own, f"{me} measures shards {sorted(self._clip.own)} instead of {sorted(own)}"
+            assert self._clip.generation == view.generation, f"{me} decides for a generation that is over"
+            self._clip.validate()

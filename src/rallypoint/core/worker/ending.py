@@ -10,8 +10,7 @@ from typing import Protocol
 
 from rallypoint.core.decisions import is_due
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.worker.machine import SlotMachine
-from rallypoint.core.worker.slots import Action, Compute, Ended, Evaluate, Store
+from rallypoint.core.worker.slots import Action, Compute, Ended, Evaluate, SlotMachine, Store
 
 End = tuple[ViewNumber, int]
 Reached = tuple[ViewNumber, int]

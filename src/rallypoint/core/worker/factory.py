@@ -9,12 +9,10 @@ from rallypoint.core.audits import Audits
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.modes import ModeTraits, Pace, StateHolder
 from rallypoint.core.sums import Presum
-from rallypoint.core.worker.aligned import WorkerMachine
+from rallypoint.core.worker.aligned import OverlapMachine, WorkerMachine
 from rallypoint.core.worker.handover import CodecStateCustody, NoCodecStates
-from rallypoint.core.worker.overlap import OverlapMachine
 from rallypoint.core.worker.rolling import RollingMachine
-from rallypoint.core.worker.shell import Machine, WorkerShell
-from rallypoint.core.worker.snapshots import CodecStateSnapshots, ModelShares, WorkerSnapshots
+from rallypoint.core.worker.shell import CodecStateSnapshots, Machine, ModelShares, WorkerShell, WorkerSnapshots
 from rallypoint.core.worker.streaming import StreamMachine
 
 

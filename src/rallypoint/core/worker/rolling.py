@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core.view import View
-from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.slots import (
     Action,
     Arriving,
@@ -39,6 +38,7 @@ from rallypoint.core.worker.slots import (
     Send,
     Sent,
     Slot,
+    SlotMachine,
     UploadFirst,
     Viewed,
 )

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.shard.events import EVERYTHING
 from rallypoint.core.view import View
-from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.slots import (
     Action,
     Arriving,
@@ -41,11 +40,12 @@ from rallypoint.core.worker.slots import (
     Send,
     Sent,
     Slot,
+    SlotMachine,
     ToWait,
+    Unanimity,
     UploadFirst,
     Viewed,
 )
-from rallypoint.core.worker.versions import Unanimity
 
 
 @dataclass(slots=True)

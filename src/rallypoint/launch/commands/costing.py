@@ -38,7 +38,6 @@ from rallypoint.core.plan.candidates import (
     as_paced,
     called,
     candidates_for,
-    verdict_of,
 )
 from rallypoint.core.plan.failures import NEVER
 from rallypoint.core.plan.pipeline import step_cost
@@ -546,7 +545,7 @@ def answer(options: CostOptions, folder: Path | None, console: Console) -> None:
     if run is not None and not options.gpus:
         question.notes.append(compared(run, _own_seconds(question, run)))
     candidates = candidates_for(question.workload, question.machines, question.encodings, question.replicas)
-    verdict = verdict_of(candidates)
+    verdict = Judgement.of(candidates)
     question.notes.extend(_quicker(question, verdict))
     if options.json:
         sys.stdout.write(as_json(question, candidates, verdict).decode() + "\n")

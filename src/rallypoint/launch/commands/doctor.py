@@ -42,6 +42,7 @@ from rallypoint.net.frames import PROTOCOL, Header, Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import COORDINATOR, Identity, introduce
 from rallypoint.net.member import CoordinatorLink, Handlers
+from rallypoint.observe.usage import usable_cores
 from rallypoint.store.files import Files
 
 _GPU_S = 20.0  # a driver that does not answer is a finding, not a reason to wait
@@ -102,7 +103,7 @@ def collect() -> MachineFacts:
     return MachineFacts(
         host=socket.gethostname(), rallypoint=_version("rallypoint"), protocol=PROTOCOL,
         python=platform.python_version(), torch=_version("torch"), processor=_processor(), capability=capability,
-        cores=_cores(), memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), files=_files(),
+        cores=usable_cores(), memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), files=_files(),
         threads={name: os.environ[name] for name in _THREADS if name in os.environ}, cubic=_cubic(),
         clock=time.time(), gpus=gpus, gpu_trouble=trouble, cuda=cuda, gpus_seen=seen,
         kernels=_kernels(seen) if capability else "",
@@ -150,10 +151,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _files() -> int:
@@ -269,7 +266,7 @@ _SAME: tuple[tuple[str, Level, Callable[[MachineFacts], str], str], ...] = (
      "ATEN_CPU_CAPABILITY=avx2 for every process makes torch's kernels the same; BLAS may still differ by processor, "
      "so the bytes are promised only among like machines"),
     ("numbers of threads", Level.WARNING, lambda facts: facts.threads.get("OMP_NUM_THREADS", "not set"),
-     "a job decides how many it computes with (--threads); only `python train.py` alone takes OMP_NUM_THREADS (or 1)"),
+     "a job decides how many it computes with (--threads); alone `python train.py` takes OMP_NUM_THREADS or all"),
     ("kinds of GPU", Level.WARNING, lambda facts: ", ".join(sorted({gpu.name for gpu in facts.gpus})) or "none",
      "a replica's bytes depend on the kind of device that computes it: all of one kind for the same bytes"),
     ("results of the probe computation", Level.WARNING, lambda facts: facts.kernels[:12],

@@ -15,6 +15,8 @@ from typing import ClassVar, Protocol
 from rallypoint.errors import StartAgain, UsageError, meant
 from rallypoint.launch.plan import Launch
 
+GROUP = "rallypoint.launch.engines.ranks"  # the program of a worker of several ranks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
@@ -32,6 +34,11 @@ class Command:
     role: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def group(self) -> bool:
+        """A worker of several ranks: it takes its share of the GPUs by itself."""
+        return GROUP in self.argv
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +204,7 @@ def cluster_of(plan: Launch, say: Callable[[str], None]) -> Iterator[Cluster]:
         case _:
             from rallypoint.launch.engines.local import LocalCluster
 
-            # A worker that is a group takes its share by itself.
-            with LocalCluster(gpus=devices_of(os.environ) if plan.ranks == 1 else ()) as cluster:
+            with LocalCluster(gpus=devices_of(os.environ)) as cluster:
                 yield cluster
 
 

@@ -23,7 +23,7 @@ from typing import BinaryIO
 import msgspec
 
 from rallypoint.errors import RallypointError
-from rallypoint.launch.engines.cluster import Command
+from rallypoint.launch.engines.cluster import Command, devices_of
 from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 
 
@@ -227,7 +227,7 @@ def main() -> None:
     decoder = msgspec.json.Decoder[ToHost](ToHost)
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else may stand between our lines
-    with LocalCluster() as cluster:
+    with LocalCluster(gpus=devices_of(os.environ)) as cluster:
         remote = FarEnd(output, cluster)
         remote.greet()
         for line in sys.stdin.buffer:

@@ -42,7 +42,7 @@ class LocalProcess:
         self, command: Command, output: Callable[[str], None], lifeline: int, guard: Guard, memory: MemoryKills,
         gpu: str | None = None,
     ) -> None:  # fmt: skip
-        """`gpu` is the only one that it sees; None: all that this process sees."""
+        """`gpu` is the only one that it sees ("": it sees none); None: all that this process sees."""
         self.command, self.gpu, self._guard = command, gpu, guard
         self._memory, self._killed_by_us, self._reason = memory, False, ""
         self._output = passed_on(command.name, output)
@@ -127,7 +127,7 @@ class LocalCluster(Cluster):
     """Starts processes on this machine; a context manager that leaves none behind.
 
     `folder` is deleted when the cluster ends, or this process; "": none. Of several `gpus` (see `devices_of`) each
-    worker sees one: that of which the fewest workers that run see.
+    worker sees one: that which the fewest workers that run see. A group of ranks sees all, and other roles none.
     """
 
     def __init__(self, folder: str = "", gpus: Sequence[str] = ()) -> None:
@@ -149,8 +149,8 @@ class LocalCluster(Cluster):
             raise UsageError("this cluster has been ended")
         self._guard = self._guard or Guard()
         self._started = [process for process in self._started if process.exit() is None]
-        gpu = None
-        if command.role == "worker" and len(self._gpus) > 1:
+        gpu = None if command.role == "worker" else ""  # others compute on processors, and would take some of it
+        if command.role == "worker" and not command.group and len(self._gpus) > 1:
             gpu = least_used(self._gpus, [process.gpu for process in self._started])
         process = LocalProcess(command, output, self._lifeline[0], self._guard, self._memory, gpu)
         self._started.append(process)

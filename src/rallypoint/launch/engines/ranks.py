@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 
 from rallypoint.launch import environment
-from rallypoint.launch.engines.cluster import VISIBLE, GpuShare, devices_of
+from rallypoint.launch.engines.cluster import GROUP, VISIBLE, GpuShare, devices_of
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.observe.lenient import say
 
@@ -107,7 +107,7 @@ class Ranks:
 
 def grouped(argv: tuple[str, ...], ranks: int) -> tuple[str, ...]:
     """Return the command of a worker of so many ranks, each of which runs `argv`."""
-    return argv if ranks == 1 else (sys.executable, "-P", "-m", "rallypoint.launch.engines.ranks", str(ranks), *argv)
+    return argv if ranks == 1 else (sys.executable, "-P", "-m", GROUP, str(ranks), *argv)
 
 
 def _free_port() -> int:

@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rallypoint.core.aggregator import effects as machine
-from rallypoint.core.aggregator.machine import AggregatorMachine
-from rallypoint.core.aggregator.shell import AggregatorShell
+from rallypoint.core import aggregator as machine
+from rallypoint.core.aggregator import AggregatorMachine, AggregatorShell
 from rallypoint.core.protocol import Beat, Finished
-from rallypoint.core.shard.links import PeerLinks
+from rallypoint.core.shard.shell import PeerLinks
 from rallypoint.core.sums import Block
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.server.job import plan_of

@@ -13,7 +13,7 @@ from rallypoint.config import audits_of
 from rallypoint.core.protocol import Beat, Finished, Leaving
 from rallypoint.core.shard.clip import Measure, StepVerdict
 from rallypoint.core.shard.events import Acked
-from rallypoint.core.shard.links import Key, PeerLinks
+from rallypoint.core.shard.shell import Key, PeerLinks
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.frames import BAD_GRADIENT, COPY, NEWEST, NOT_FINITE, Header, Kind, wants
 from rallypoint.observe.trace import Tracer
@@ -38,7 +38,6 @@ from rallypoint.testing.simulation.network import Node, SimulatedLink, Wire, Wor
 from rallypoint.testing.simulation.store import SimulatedStore
 
 FOLD_S = 0.002  # until a server with an empty inbox applies what it has gathered
-_NO_IDS = np.zeros(0, np.int64)
 _measures = msgspec.msgpack.Decoder(tuple[Measure, ...])
 _choices = msgspec.msgpack.Decoder(tuple[int, ...])
 
@@ -233,7 +232,7 @@ class SimulatedServer:
                 channel.asked[shard, pull] = (step, replica)
                 flags = NEWEST if newest else 0
                 header = Header(Kind.PULL_ROWS, number, shard=shard, step=version, base=pull, flags=flags)
-                return inbox.PullCame(channel, header, cast(Any, _NO_IDS))
+                return inbox.PullCame(channel, header, cast(Any, np.zeros(0, np.int64)))
             case ("initial", _, shard, content, version):
                 channel.owed += 1
                 header = Header(Kind.INITIAL, number, shard=shard, step=version, length=NBYTES)
@@ -275,8 +274,7 @@ class SimulatedServer:
     def check_tickets(self) -> None:
         """No payload is forgotten, and no credit: each one that is still here waits for its turn."""
         tickets = self.reducer._tickets
-        held = {index: self.machine.machine(index) for index in self.machine.held}
-        waiting = sum(len(m._held) for m in held.values() if m is not None)
+        waiting = sum(len(m._held) for i in self.machine.held if (m := self.machine.machine(i)) is not None)
         arrived = tickets._arrived
         assert waiting == len(arrived), f"{self.node.name}: {len(arrived)} payloads, {waiting} of use"
         parts = sum(len(shard.parts) for shard in self.held.values())

@@ -15,8 +15,7 @@ from rallypoint.core.layout import Entry, Layout, Shard
 from rallypoint.core.modes import StateHolder
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
-from rallypoint.core.worker.machine import SlotMachine
-from rallypoint.core.worker.slots import Arriving, Evaluate, ToWait, UploadFirst
+from rallypoint.core.worker.slots import Arriving, Evaluate, SlotMachine, ToWait, UploadFirst
 from rallypoint.errors import NO_SNAPSHOT, JobAborted, ProtocolError, RallypointError
 from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind
 from rallypoint.net.pool import bytes_of

@@ -31,7 +31,7 @@ from rallypoint.core.worker.ending import End
 from rallypoint.core.worker.factory import WorkerPlan, shell_for
 from rallypoint.errors import RallypointError
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.pool import bytes_of, words_of_memory
+from rallypoint.net.pool import bytes_of, pinned_words, words_of_memory
 from rallypoint.observe.observed import observed
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.worker.exchange.arrivals import Arrivals, LeasedPull, RowPulls, WordPulls, optimizer_state
@@ -289,6 +289,7 @@ class Exchange:
         end: the job's end.
         own_loop: for a script's own loop, which has no replicas and no steps.
         arrivals: the receiver that the links call with what arrives.
+        cores: taken while the script computes, if a server shares its cores.
         updates: the newest update in what was installed last: 0 if that is the first weights.
         viewed: is called with each view, on the thread of the coordinator's link.
         reaching: says which version this worker holds, if a view asks for it.
@@ -301,10 +302,7 @@ class Exchange:
         """`pinned`: the buffer is for a GPU. `early`: a forward pass may begin before all of its version is here."""
         self.layout, self.me = layout, context.me
         words = 0 if config.streamed else layout.words
-        self.buffer = (
-            torch.empty(words, dtype=torch.float32, device="cpu", pin_memory=True) if pinned
-            else words_of_memory(words)
-        )  # fmt: skip
+        self.buffer = pinned_words(words) if pinned else words_of_memory(words)
         self.streamed, self.prefetch_bytes = config.streamed, config.memory.prefetch_bytes
         scarce = ShardMemory(layout, config.memory.prefetch_bytes, pinned=pinned) if config.streamed else None
         self.memory: SlotMemory = scarce or WholeVector(layout, self.buffer)
@@ -313,7 +311,8 @@ class Exchange:
         observed(shell.machine, context.me)
         if shell.states.kept:
             observed(shell.states, f"{context.me}-codec-states")
-        self._locked = locked = LockedShell(shell, context.say, scarce)
+        self._locked = locked = LockedShell(shell, context.say, scarce, context.cores)
+        self.cores = locked.cores
         self._adopting = threading.Lock()
         self.viewed: Callable[[View], None] = lambda view: None
         self.updates = 0

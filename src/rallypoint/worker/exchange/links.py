@@ -20,6 +20,7 @@ from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.handshake import Credentials
 from rallypoint.net.transport import Limits, Transport
 from rallypoint.observe.trace import Tracer
+from rallypoint.observe.waits import SharedCores
 
 # The link from a worker to one server: sends pushes under a credit window, receives versions into their slots.
 
@@ -349,6 +350,7 @@ class ExchangeContext:
     transport: Transport
     tracer: Tracer
     say: Callable[[str], None]
+    cores: SharedCores | None = None
 
     @property
     def me(self) -> str:

@@ -15,7 +15,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import Arriving, CodecEffect, Effect, Event, Land, Landed, Sent, Slot, Slots
 from rallypoint.net.pool import bytes_of
-from rallypoint.observe.waits import Progress, wait_until
+from rallypoint.observe.waits import Progress, SharedCores, wait_until
 
 # ---- The worker's shell under its lock, for the threads that change it and those that wait for a change ----
 #
@@ -62,7 +62,10 @@ class LockedShell:
 
     effects: WorkerEffects  # set once, before any link is opened
 
-    def __init__(self, shell: WorkerShell, say: Callable[[str], None], memory: ShardMemory | None = None) -> None:
+    def __init__(
+        self, shell: WorkerShell, say: Callable[[str], None], memory: ShardMemory | None = None,
+        cores: SharedCores | None = None,
+    ) -> None:  # fmt: skip
         self.shell, self.machine, self.memory = shell, shell.machine, memory
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
@@ -70,6 +73,7 @@ class LockedShell:
         self._claiming = False  # True while the main thread waits for room in a slot
         self._awaited: frozenset[int] = frozenset()  # the shards that a forward pass waits for
         self.progress = Progress()  # of the main thread
+        self.cores = cores or SharedCores()  # without a server in this process nobody waits for it
         self.activity = 0  # rises whenever the main thread gets on
 
     @property
@@ -123,10 +127,13 @@ class LockedShell:
         """
         self.activity += 1
         waited = self.progress.waits(time.monotonic())
+        computing = self.cores.give()
         try:
             wait_until(self.changed, lambda: self.failure is not None or ready(), describe, self._say, waited=waited)
         finally:
             self.progress.goes_on(time.monotonic())
+            if computing:
+                self.cores.take()
         if self.failure is not None:
             raise self.failure
 
@@ -286,7 +293,7 @@ class ShardMemory:
 
     def free(self, slots: Slots) -> None:
         """Give back the memory of slots that are not in use. Needs the exchange's lock."""
-        for shard in [shard for shard in self._held if slots[shard] is Slot.FREE]:
+        for shard in [shard for shard in list(self._held) if slots[shard] is Slot.FREE]:  # hooks add to it meanwhile
             memory = self._held.pop(shard)
             if len(self._free) < self._most:
                 self._free.append(memory)

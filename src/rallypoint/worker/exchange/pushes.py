@@ -19,8 +19,8 @@ from rallypoint.core.order import derive_seed
 from rallypoint.core.sums import DIGEST_BYTES, Part, dense_shards
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker.aligned import OverlapMachine
 from rallypoint.core.worker.handover import Encoding, Key, encoding_of
-from rallypoint.core.worker.overlap import OverlapMachine
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import (
     CodecEffect,
@@ -598,7 +598,7 @@ class ReplicaPushes:
             self._locked.set(lambda: memory.free(self._locked.machine.slots))
 
 
-# ---- The version that a forward pass reads while it arrives. `core/worker/overlap.py` decides what may be done ----
+# ---- The version that a forward pass reads while it arrives. `core/worker/aligned.py` decides what may be done ----
 
 
 class ForwardVersion:

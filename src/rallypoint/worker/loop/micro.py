@@ -24,10 +24,9 @@ from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.loop.guard import ModelGuard, NoGuard, Parts
-from rallypoint.worker.module_hooks import late_kind
 from rallypoint.worker.precision import HeldParameters
 from rallypoint.worker.ranks.followers import is_number
-from rallypoint.worker.tensors import Carry
+from rallypoint.worker.tensors import Carry, late_kind
 
 # ---- The versions of a worker's model: the first is uploaded, later ones are installed, some are stored ----
 
@@ -89,7 +88,7 @@ class BufferVersions:
             vector, shards = exchange.begin_install(version), exchange.installing
             if vector is None:
                 return None
-            self._held.before_install(last=version == parts.config.rounds)
+            self._held.before_install(last=version >= exchange.end.last)
             parts.source.install()
             if parts.optimizer is not None:
                 states, skipped = exchange.take_states()

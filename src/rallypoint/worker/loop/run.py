@@ -96,6 +96,7 @@ class Passes:
         It makes no check: `__exit__` could not swallow an error of `__enter__`.
         """
         self._early.inside = self._exchange.rows.in_micro = True
+        self._exchange.cores.take()
         if not self._own:  # else the script's optimizer is what steps, and its calls are right
             if self._parts.alone:  # else a pipeline's schedule back-propagates by itself
                 self._habits.enter(micro)
@@ -106,6 +107,7 @@ class Passes:
 
     def exit_micro(self) -> None:
         """End ``with micro:`` (called by Micro)."""
+        self._exchange.cores.give()
         if self._streamed is not None:
             self._streamed.leave()
         if self._carried is not None:

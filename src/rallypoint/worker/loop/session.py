@@ -39,6 +39,7 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import say
 from rallypoint.observe.trace import LOAD, Tracer
+from rallypoint.observe.waits import SharedCores
 from rallypoint.parallel import Parallel, RankGroup
 from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange, digest_of
@@ -104,9 +105,10 @@ class Job(MemberMessages):
 
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", transport: Transport | None = None, near: str = "",
-        group: RankGroup | None = None, tracer: Tracer | None = None,
+        group: RankGroup | None = None, tracer: Tracer | None = None, cores: SharedCores | None = None,
     ) -> None:  # fmt: skip
-        self.id = id
+        """`cores`: of a server of this process, which shares its cores."""
+        self.id, self._cores = id, cores
         self._group, self.rank = group, 0
         self.ranks = 1 if group is None else group.size
         self._token = token
@@ -238,11 +240,14 @@ class Job(MemberMessages):
     ) -> Exchange:
         """Propose `record`, wait until the job begins (or let this worker join it), and connect to every server.
 
-        `early`: forward passes may begin before all of their version is here, if the settings allow it. This is the
-        data plane under `train`, without a model: `benchmarks/reduce.py` measures it.
+        `early`: forward passes may begin before all of their version is here, if the settings allow it; not on a GPU
+        (`pinned`), where that takes thousands of small copies on the stream that computes. This is the data plane under
+        `train`, without a model: `benchmarks/reduce.py` measures it.
         """
         self._propose(record)
-        context = ExchangeContext(self._link.credentials, self._transport, self._tracer, self._report_wait)
+        cores = None if pinned else self._cores  # a GPU computes meanwhile
+        context = ExchangeContext(self._link.credentials, self._transport, self._tracer, self._report_wait, cores)
+        early = early and not pinned and cores is None
         self._exchange = Exchange(record.layout, config, context, pinned=pinned, early=early)
         self._exchange.reaching.to = lambda generation, version: self._link.send(Reached(version, generation))
         self._begin(self._exchange)

@@ -158,34 +158,65 @@ class HostStaging:
         """Does nothing: there is no thread."""
 
 
-class CudaStaging:
-    """Copies gradients from a CUDA device to pinned slots on a side stream, while backward continues.
+class DeviceCopies(Protocol):
+    """Copies from a device to the host, each behind what the device computes at that moment."""
 
-    A thread waits for each copy's event, in order, and then runs what `then` was given. `failed` gets an error of that
-    thread.
+    def copy(self, slot: torch.Tensor, values: torch.Tensor) -> None:
+        """Begin to copy `values`, which must live until the copy is complete."""
+
+    def mark(self) -> Callable[[], None]:
+        """Return what waits until everything copied so far is in its slot. Any thread may call that."""
+
+
+class CudaCopies:
+    """`DeviceCopies` on a side stream. What is on the host already (a loss, say) is copied at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, slot: torch.Tensor, values: torch.Tensor) -> None:
+        if not values.is_cuda:
+            slot.copy_(values)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            slot.copy_(values, non_blocking=True)
+
+    def mark(self) -> Callable[[], None]:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # else the wait takes a core
+        event.record(self._stream)
+        return event.synchronize
+
+
+_CLOSES_WITHIN_S = 10.0  # a device that hangs keeps nobody from leaving the job
+
+
+class DeviceStaging:
+    """Copies gradients from a device to pinned slots while backward continues.
+
+    A thread waits for the copies, in order, and then runs what `then` was given. `failed` gets an error of that thread.
+    Gradients are held until their copies are complete, and no longer: `record_stream` would hold them until the
+    allocator looks, and torch.compile's "reduce-overhead" does not allow it.
     """
 
     eager = False
 
-    def __init__(self, device: torch.device, failed: Callable[[BaseException], None]) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._failed = failed
-        self._queue: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait_events, name="device to host", daemon=True)
+    def __init__(self, copies: DeviceCopies, failed: Callable[[BaseException], None]) -> None:
+        self._copies, self._failed = copies, failed
+        self._copied: list[torch.Tensor] = []  # since the last `then`
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], list[torch.Tensor], Callable[[], None]] | None]
+        self._queue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait_for_copies, name="device to host", daemon=True)
         self._thread.start()
 
     def write(self, slot: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
         assert not add, "a device accumulates in .grad"
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            slot.copy_(gradient, non_blocking=True)
-        gradient.record_stream(self._stream)  # the memory must not be reused before the copy is complete
+        self._copied.append(gradient)
+        self._copies.copy(slot, gradient)
 
     def then(self, call: Callable[[], None]) -> None:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        self._queue.put((event, call))
+        copied, self._copied = self._copied, []
+        self._queue.put((self._copies.mark(), copied, call))
 
     def drain(self) -> None:
         drained = threading.Event()
@@ -196,22 +227,24 @@ class CudaStaging:
 
     def close(self) -> None:
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSES_WITHIN_S)
 
-    def _wait_events(self) -> None:
+    def _wait_for_copies(self) -> None:
         while (item := self._queue.get()) is not None:
-            event, call = item
+            wait, copied, call = item
             try:
-                event.synchronize()
+                wait()
+                copied.clear()
                 call()
             except Exception as error:  # the main thread raises it
                 self._failed(error)
                 return
+            del item, wait, call  # the next one may be long in coming
 
 
 def staging_for(device: torch.device, failed: Callable[[BaseException], None]) -> Staging:
     """Return the staging for a model on `device`."""
-    return CudaStaging(device, failed) if device.type == "cuda" else HostStaging()
+    return DeviceStaging(CudaCopies(device), failed) if device.type == "cuda" else HostStaging()
 
 
 # ---- Tables: a model's embeddings whose rows stay on the servers ----
@@ -424,6 +457,7 @@ class GradientHooks(WaitsForVersions):
         self._kept: int | None = None
         self._claimed: dict[int, bool] = {}  # False: the servers do not need this shard's contribution from us
         self._touched: set[int] = set()
+        self._wide: dict[int, torch.Tensor] = {}  # sums of micro-batches, of parameters in bf16
         self._whole: list[int] = []
         self._beside: dict[int, torch.Tensor] = {}  # of shards that servers do not need: for `clip`, the record
         self._done: set[int] = set()
@@ -434,13 +468,24 @@ class GradientHooks(WaitsForVersions):
                 return
             if self._last or self._staging.eager:
                 self._write(index, placed, parameter)
+            elif parameter.dtype is not torch.float32:
+                self._widen(index, parameter)
             if self._last:
                 self._release(index)
 
         return hook
 
+    def _widen(self, index: int, parameter: torch.Tensor) -> None:
+        """Add up micro-batches' gradients in fp32, as a slot does: autograd would in the parameter's own type."""
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(torch.float32)
+        self._wide[index] = self._wide[index].add_(gradient) if index in self._wide else gradient
+        parameter.grad = None
+
     def _write(self, index: int, placed: Placed, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
+        if (before := self._wide.pop(index, None)) is not None:
+            gradient = before if gradient is None else before.add_(gradient)
         if gradient is None:
             raise ModelError(
                 f"parameter {placed.entry.spec.name} had no gradient any more when it was to be sent: a hook of the "
@@ -527,7 +572,7 @@ class GradientHooks(WaitsForVersions):
         return self._beside[shard] if shard in self._beside else self._exchange.memory.words(shard)
 
     def _finish_unused(self, index: int, placed: Placed) -> None:
-        if placed.tensor.grad is not None:
+        if placed.tensor.grad is not None or index in self._wide:
             self._write(index, placed, placed.tensor)
         elif index not in self._touched:
             for slot, _ in self._pieces(index, placed, placed.tensor.detach()):

@@ -18,8 +18,8 @@ from rallypoint.errors import NO_SNAPSHOT, ConfigError, JobAborted, ModelError, 
 from rallypoint.worker.exchange.arrivals import PulledParameter, ranges_of
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.locked import Rewound, empty_like
-from rallypoint.worker.module_hooks import ModuleHooks, late_kind
-from rallypoint.worker.tensors import ModelTensors
+from rallypoint.worker.module_hooks import ModuleHooks
+from rallypoint.worker.tensors import ModelTensors, late_kind
 
 # ---- The first values of streamed parameters: those of a model that was built, or made one module at a time ----
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from rallypoint.core.worker.overlap import OverlapMachine
+from rallypoint.core.worker.aligned import OverlapMachine
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.replicas.contents import Content
 

@@ -1,4 +1,4 @@
-"""The contract of every policy as tests to inherit (see `testing/contracts`). It needs hypothesis."""
+"""The contract of every policy as tests to inherit (see `rallypoint.testing.contracts`). It needs hypothesis."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shard_play import ACTIONS, Cast, ShardPlay, in_order, missing, play
 
 from rallypoint.core.policy import Policy, Verdict
 from rallypoint.core.shard.effects import Drop
 from rallypoint.core.shard.events import Contribute, Initialise
 from rallypoint.core.shard.machine import ShardMachine
-from rallypoint.testing.shard_play import ACTIONS, Cast, ShardPlay, in_order, missing, play
 
 _PURE = settings(
     derandomize=True, deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -1,6 +1,6 @@
 """One shard under a policy, simulated with a worker for each replica and optionally a backup. Every effect is checked.
 
-The policies' contract suite (`testing/contracts/policies.py`) runs it. For the whole cluster see `testing/simulation`.
+The policies' contract suite (`policy_contract.py`) runs it. For the whole cluster see `rallypoint.testing.simulation`.
 """
 
 from __future__ import annotations

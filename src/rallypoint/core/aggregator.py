@@ -19,24 +19,254 @@ that is coming can be added to it; nobody ever waits for a replica that goes ano
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic
 
-from rallypoint.core.aggregator.effects import (
-    BlockContribution,
-    DismissWorkers,
-    DropPayload,
-    Effect,
-    FetchVersion,
-    FollowServer,
-    GiveVersion,
-    KeepVersion,
-    PushPart,
-    ReleaseVersion,
-)
-from rallypoint.core.aggregator.sums import BlockSum, HeldPart
 from rallypoint.core.cadence import TOGETHER, Cadence
-from rallypoint.core.view import View
+from rallypoint.core.shard.shell import Fence, L
+from rallypoint.core.sums import Block, blocks_of, is_block, parent, sibling
+from rallypoint.core.view import Member, View, ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
+class BlockContribution:
+    """A block of replicas' contribution to a shard's step. A block of one replica is not weighted yet.
+
+    Attributes:
+        losses, gradients: the replicas in it whose loss, or only whose gradient, is not finite, as far as known.
+    """
+
+    shard: int
+    step: int
+    block: Block
+    weight: float
+    ticket: int
+    losses: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The payload becomes a part."""
+
+    shard: int
+    step: int
+    at: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropPayload:
+    """The payload is not needed. `fault`: end the sender's connection with this sentence. No honest worker sends it, or
+    this aggregator is far behind: then the worker sends the step in progress again, to the servers."""
+
+    ticket: int
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MergeParts:
+    """Add part `right` to part `left`, each times its factor first (a leaf's weight; 1.0 for what is weighted)."""
+
+    shard: int
+    step: int
+    left: int
+    right: int
+    left_factor: float
+    right_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Release a part."""
+
+    shard: int
+    step: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushPart:
+    """Send a part to the shard's primary. It is kept: it may have to be sent again."""
+
+    shard: int
+    step: int
+    block: Block
+    weight: float
+    server: str
+    losses: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KeepVersion:
+    """Keep the version that has arrived."""
+
+    shard: int
+    version: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveVersion:
+    """Send a kept version to a worker. `asked`: it needs this very version."""
+
+    worker: str
+    shard: int
+    version: int
+    asked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseVersion:
+    """Release a kept version."""
+
+    shard: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FollowServer:
+    """Ask a server for the newest version of each of its shards, and each later one."""
+
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchVersion:
+    """Ask a shard's primary for one version."""
+
+    shard: int
+    version: int
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class DismissWorkers:
+    """End the connections of these workers: they are to use the servers. `why` is a sentence for them."""
+
+    workers: tuple[str, ...]
+    why: str
+
+
+Effect = (
+    Keep | DropPayload | MergeParts | Forget | PushPart | KeepVersion | GiveVersion | ReleaseVersion | FollowServer
+    | FetchVersion | DismissWorkers
+)  # fmt: skip
+
+
+# ---- The blocks of one shard's step that an aggregator holds: which of them merge, and which may be sent upstream ----
+#
+# Example: R = 8, and workers with the replicas 0..3 use this aggregator. Replicas 2, 0, 3, 1 arrive: [2,4) is merged
+# when 3 is there, [0,2) and then [0,4) when 1 is there, and [0,4) is sent. If the worker with replicas 0 and 1 goes
+# to the servers itself, nothing more can be added to [2,4): it is sent as it is.
+
+
+@dataclass(slots=True)
+class HeldPart:
+    """A block that is held. `sent`: the connection on which it was sent upstream; None before."""
+
+    block: Block
+    weight: float  # total, float64, added by the tree (I3)
+    losses: tuple[int, ...]
+    gradients: tuple[int, ...]
+    sent: tuple[str, int] | None = None
+
+    @property
+    def factor(self) -> float:
+        """What its values are multiplied by when it is merged: the weight of a leaf. (A server does it, else.)"""
+        return self.weight if self.block.size == 1 else 1.0
+
+
+@dataclass(slots=True)
+class BlockSum:
+    """The parts of the sum over `replicas` replicas. A part that was sent stays, and is not merged any more.
+
+    `lowest` is the first of the replicas: 0, or the one that carries this state and is the only one.
+    """
+
+    shard: int
+    step: int
+    replicas: int
+    lowest: int = 0
+    _parts: dict[int, HeldPart] = field(default_factory=dict)  # by first replica; they are disjoint
+
+    def __iter__(self) -> Iterator[HeldPart]:
+        return iter([self._parts[at] for at in sorted(self._parts)])
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def add(self, new: BlockContribution) -> list[Effect]:
+        """Take a contribution that has arrived; merge what can be merged."""
+        block = new.block
+        if not self._has(block):
+            return [
+                DropPayload(
+                    new.ticket, f"replicas {block.start} to {block.stop - 1} are no block of shard {self.shard}"
+                )
+            ]
+        held = {replica for part in self._parts.values() for replica in range(*part.block)}
+        if held.issuperset(range(*block)):
+            return [DropPayload(new.ticket)]  # a repeat (I2)
+        effects: list[Effect] = []
+        for old in [part for part in self if block.covers(part.block)]:
+            effects.append(self._forget(old))
+        self._parts[block.start] = part = HeldPart(block, new.weight, new.losses, new.gradients)
+        effects.append(Keep(self.shard, self.step, block.start, new.ticket))
+        while (other := self._unsent(sibling(part.block, self.replicas))) is not None and other is not part:
+            left, right = (part, other) if part.block.start < other.block.start else (other, part)
+            effects.append(
+                MergeParts(self.shard, self.step, left.block.start, right.block.start, left.factor, right.factor)
+            )
+            part = self._merged(left, right)
+        return effects
+
+    def ready(self, coming: frozenset[int]) -> list[HeldPart]:
+        """The parts to send now: nothing of what is `coming` (replicas) can be added to them before."""
+        waiting = [part for part in self if part.sent is None]
+        if not waiting:
+            return []
+        sent = {replica for part in self._parts.values() if part.sent for replica in range(*part.block)}
+        able = coming | {replica for part in waiting for replica in range(*part.block)}
+        planned = set(blocks_of(able - sent, self.replicas))
+        return [part for part in waiting if part.block in planned]
+
+    def forget_all(self) -> list[Effect]:
+        """Drop every part."""
+        return [self._forget(part) for part in self]
+
+    def validate(self) -> None:
+        """Raise AssertionError unless the parts are disjoint blocks, and unsent ones have no unsent sibling."""
+        end = 0
+        for part in self:
+            assert self._has(part.block), f"{part.block} is no block of {self.replicas}"
+            assert part.block.start >= end, f"the parts of shard {self.shard}, step {self.step} overlap"
+            end = part.block.stop
+            other = self._unsent(sibling(part.block, self.replicas))
+            assert part.sent or other is None or other is part, f"{part.block} and {other} are not merged"
+
+    def _has(self, block: Block) -> bool:
+        return is_block(Block(block.start - self.lowest, block.stop - self.lowest), self.replicas)
+
+    def _unsent(self, block: Block) -> HeldPart | None:
+        part = self._parts.get(block.start)
+        return part if part is not None and part.block == block and part.sent is None else None
+
+    def _merged(self, left: HeldPart, right: HeldPart) -> HeldPart:
+        del self._parts[right.block.start]
+        whole = HeldPart(
+            parent(left.block, self.replicas), left.weight + right.weight, left.losses + right.losses,
+            left.gradients + right.gradients,
+        )  # fmt: skip
+        self._parts[left.block.start] = whole
+        return whole
+
+    def _forget(self, part: HeldPart) -> Forget:
+        del self._parts[part.block.start]
+        return Forget(self.shard, self.step, part.block.start)
+
 
 VERSIONS_KEPT = 2  # I5: as a server does
 STEPS_KEPT = 2  # sums in progress of one shard: a worker's versions may be one ahead of what has come here
@@ -284,3 +514,89 @@ class AggregatorMachine:
 def linked(machine: AggregatorMachine) -> Iterable[str]:
     """The workers whose contributions come through this aggregator."""
     return machine._from.keys()
+
+
+# ---- The bookkeeping between an aggregator's machine and its links, without any input or output ----
+#
+# It knows the workers' newest links, and decides which incoming frames reach the machine (I10). `aggregator.py`
+# runs it over TCP channels, `testing/simulation` over simulated links. Its methods return the machine's
+# effects, in order.
+
+
+@dataclass(slots=True)
+class AggregatorShell(Generic[L]):
+    """One aggregator in one job. Not thread-safe: only the owner thread calls it.
+
+    Attributes:
+        workers: each worker's newest link.
+    """
+
+    machine: AggregatorMachine
+    fence: Fence = field(default_factory=Fence)
+    workers: dict[str, L] = field(default_factory=dict)
+
+    def adopt(self, view: View) -> list[Effect]:
+        """Adopt a new view. Returns nothing if it is not newer."""
+        return self.machine.viewed(view) if self.fence.adopt(view) else []
+
+    # ---- workers ----
+
+    def linked(self, link: L, worker: str) -> list[Effect]:
+        """A worker connected (again). Ignores the link if a newer one from this worker is known."""
+        other = self.workers.get(worker)
+        if other is not None and other.number >= link.number:
+            return []
+        self.workers[worker] = link
+        return self.machine.gone(worker)
+
+    def gone(self, link: L, worker: str) -> list[Effect]:
+        """The link is closed."""
+        if self.workers.get(worker) is not link:
+            return []
+        del self.workers[worker]
+        return self.machine.gone(worker)
+
+    def followed(self, link: L, worker: str, round: int, number: ViewNumber) -> list[Effect]:
+        """A worker says, under view `number`, that from `round` on everything that it contributes comes here."""
+        if self.workers.get(worker) is not link or self.fence.is_stale(number):
+            return []
+        return self.machine.followed(worker, round)
+
+    def unfollowed(self, link: L, worker: str) -> list[Effect]:
+        """The worker wants no more versions."""
+        return self.machine.gone(worker) if self.workers.get(worker) is link else []
+
+    def fetched(self, link: L, worker: str, shard: int, version: int) -> list[Effect]:
+        """The worker needs one version again."""
+        return self.machine.fetched(worker, shard, version) if self.workers.get(worker) is link else []
+
+    def contributed(self, worker: str, new: BlockContribution, number: ViewNumber) -> list[Effect]:
+        """A worker's contribution has arrived that was sent under view `number`. Others' replicas are not taken: a
+        server could not tell any more who has pushed them."""
+        view = self.machine.view
+        taken = view is not None and view.takes(worker, range(*new.block))
+        if self.fence.is_stale(number) or not taken:
+            return [DropPayload(new.ticket)]
+        return self.machine.contributed(new)
+
+    # ---- servers ----
+
+    def server_up(self, server: Member) -> list[Effect]:
+        """The link to a server is up. Ignored if the current view does not have that incarnation of the server."""
+        return self.machine.server_up(server.id) if self._has(server) else []
+
+    def server_lost(self, server: Member) -> list[Effect]:
+        """The link to a server has ended; it will be made again."""
+        return self.machine.server_lost(server.id) if self._has(server) else []
+
+    def arrived(self, shard: int, version: int, ticket: int, number: ViewNumber) -> list[Effect]:
+        """A version has arrived that a server sent under view `number`."""
+        return [DropPayload(ticket)] if self.fence.is_stale(number) else self.machine.arrived(shard, version, ticket)
+
+    def dismissed(self, effect: DismissWorkers) -> Sequence[L]:
+        """The links to end for this effect. They count as gone from now on."""
+        links = [self.workers.pop(worker, None) for worker in effect.workers]
+        return [link for link in links if link is not None]
+
+    def _has(self, server: Member) -> bool:
+        return self.machine.view is not None and server in self.machine.view.servers

@@ -1,1 +1,0 @@
-"""Who comes to the coordinator: newcomers, members that come back, and what proves who they are."""

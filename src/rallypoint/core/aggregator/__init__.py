@@ -1,1 +1,0 @@
-"""The aggregator's decisions: what to merge, what to send upstream, what to hand down."""
