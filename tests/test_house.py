@@ -47,7 +47,7 @@ BUDGETS = {
     "rows of the feature table": 34,
     "refused pairs": 48,
     "fields of View": 18,
-    "lines": 81_641,
+    "lines": 81_596,
     "files": 327,
     "folders": 35,
     "classes that share their name": 6,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from rallypoint.coordinator.inbox import End
-from rallypoint.core.view import Member
 from rallypoint.observe.observed import RECORD, watched
 from rallypoint.observe.recording import Recorder
 
@@ -32,6 +31,7 @@ class Node:
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.alive, self.paused = True, False
+        self.sending = 0  # payloads that may not change yet
         self.wires: list[Wire] = []
         self._backlog: list[Call] = []
         world.nodes[name] = self
@@ -275,74 +275,6 @@ def _ignore(message: Any) -> None:
 
 def _nothing() -> None:
     """Nobody wants to know."""
-
-
-# ---- links: each is made again whenever it breaks (what `net/dialer.py` is to real ones) ----
-
-
-class SimulatedReceiver(Protocol):
-    """Gets what comes on a link, and news of the link itself."""
-
-    def hello(self) -> Any:
-        """What to introduce oneself with."""
-
-    def link_up(self, link: SimulatedLink) -> None:
-        """The link stands (again)."""
-
-    def link_lost(self, link: SimulatedLink) -> None:
-        """The link has broken; it will be made again."""
-
-    def receive(self, link: SimulatedLink, message: Any) -> None:
-        """A message has come."""
-
-
-class SimulatedLink:
-    """A link from `node` to `peer`; `wire` is the connection, None while there is none."""
-
-    def __init__(self, node: Node, peer: Member, receiver: SimulatedReceiver) -> None:
-        self.peer = peer
-        self.wire: Wire | None = None
-        self._node, self._receiver = node, receiver
-        self._closed = False
-        self._lost_at = node.world.now
-        self._connect()
-
-    def unreachable(self) -> float:
-        """Seconds for which the peer could not be reached; 0.0 while it can."""
-        return 0.0 if self.wire is not None else self._node.world.now - self._lost_at
-
-    def send(self, message: Any) -> None:
-        """Lost, if the link is."""
-        if self.wire is not None:
-            self.wire.send(0, message)
-
-    def close(self) -> None:
-        """End the link: nothing of it is heard any more."""
-        self._closed = True
-        if self.wire is not None:
-            self.wire.close(0)
-            self.wire = None
-
-    def _connect(self) -> None:
-        if not self._closed:
-            self._node.world.connect(self._node, self.peer.address, self._receiver.hello(), self._up, self._failed)
-
-    def _failed(self, _: str) -> None:
-        self._node.later(RETRY_S, self._connect)
-
-    def _up(self, wire: Wire) -> None:
-        if self._closed:
-            wire.close(0)
-            return
-        self.wire = wire
-        wire.on_message[0] = lambda message: self._receiver.receive(self, message)
-        wire.on_close[0] = self._lost
-        self._receiver.link_up(self)
-
-    def _lost(self) -> None:
-        self.wire, self._lost_at = None, self._node.world.now
-        self._receiver.link_lost(self)
-        self._connect()
 
 
 # ---- machines ----

@@ -2,44 +2,61 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from typing import Any, cast
 
-import msgspec
-import numpy as np
-
-from rallypoint.config import audits_of
 from rallypoint.core.protocol import Beat, Finished, Leaving
-from rallypoint.core.shard.clip import Measure, StepVerdict
-from rallypoint.core.shard.events import Acked
-from rallypoint.core.shard.shell import Key, PeerLinks
+from rallypoint.core.shard.clip import StepVerdict
+from rallypoint.core.shard.shell import PeerLinks
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.net.frames import BAD_GRADIENT, COPY, NEWEST, NOT_FINITE, Header, Kind, wants
+from rallypoint.errors import ProtocolError
+from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
-from rallypoint.server.job import ServerJob
 from rallypoint.server.reducer import Reducer
-from rallypoint.server.service import LEAVING_EVERY_S
-from rallypoint.store.record import decode_record
+from rallypoint.server.service import LEAVING_EVERY_S, Peers
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.names import (
-    NBYTES,
-    NamedBuffer,
+    NamedIntake,
+    NamedPool,
     NamedRestores,
     NamedShard,
     NamedShards,
     NamedWriter,
+    SimulatedTransport,
+    Views,
     WireChannel,
+    named_job,
 )
-from rallypoint.testing.simulation.network import Node, SimulatedLink, Wire, World, watch
+from rallypoint.testing.simulation.network import Node, Wire, World, watch
 from rallypoint.testing.simulation.store import SimulatedStore
 
 FOLD_S = 0.002  # until a server with an empty inbox applies what it has gathered
-_measures = msgspec.msgpack.Decoder(tuple[Measure, ...])
-_choices = msgspec.msgpack.Decoder(tuple[int, ...])
+
+
+def _failed(fault: BaseException) -> None:
+    raise fault
+
+
+class ServedChannel(WireChannel):
+    """A connection to a simulated server: it sends what its shards' contents look like to others."""
+
+    def __init__(self, server: SimulatedServer, wire: Wire, name: str) -> None:
+        super().__init__(wire, 1, name, server._views)
+        self._server = server
+
+    def _content_of(self, header: Header, payload: Any) -> Any:
+        content = super()._content_of(header, payload)
+        if header.kind is Kind.VERSION:
+            return self._server.job.sent(header.shard, content)
+        if header.kind is Kind.ROWS and not header.flags & SKIP:
+            asked = self.asked[header.shard, header.base]
+            for_what = (0, -1) if isinstance(asked, memoryview) else asked
+            server_checks.check_rows(self._server, header.shard, header.step, content, *for_what)
+            if header.shard in self._server.job.table_shards and for_what is not asked and not len(asked):
+                return None  # a store asks how far a shard is
+        return content
 
 
 class SimulatedServer:
@@ -52,23 +69,26 @@ class SimulatedServer:
         self.decided: dict[tuple[ViewNumber, int], tuple[int, float | None]] = {}  # shard and scale by step
         self.used: dict[tuple[ViewNumber, int, int, int], int] = {}  # generation, shard, replica, state -> step
         self.leaving = self._folds = False
-        self._buffers = 0  # that somebody holds
-        self._channels: list[Any] = []
-        self._waiting: deque[tuple[ViewNumber, Callable[[], None]]] = deque()
-        whole = ServerJob(job.record, job.config)
+        self._from: WireChannel  # from which the frame in progress came
+        self._views = Views()
+        self._job = whole = named_job(job)
+        self._intake = NamedIntake(whole, self._views, self._taken, name)
         self.reducer = Reducer(name, whole, self, self._put, Tracer(name), cast(Any, NamedWriter(self)))
         self.reducer._parts.factory = NamedShards(self)
+        cast(NamedPool, whole.pool).held = 0  # the factory in whose place that is has kept one
         self.reducer._restores = self.reducer._parts.restores = NamedRestores(self)
         self.machine, self.shell = watch(self.reducer.machine, name), self.reducer.shell
         self.held = cast("dict[int, NamedShard]", self.reducer._owned)
         server_checks.check_while_it_runs(self)
-        self._wanted = PeerLinks(name, decides=bool(whole.plan.decides))
-        self._links: dict[Key, SimulatedLink] = {}
-        self._peers: dict[SimulatedLink, Any] = {}  # the channels of those that stand
+        self._transport = SimulatedTransport(self.node, "server")
+        self._peers = Peers(
+            PeerLinks(name, decides=bool(whole.plan.decides)), self._views, cast(Any, self.reducer_event),
+            transport=cast(Any, self._transport), credentials=cast(Any, None), tracer=Tracer(name), failed=_failed,
+        )  # fmt: skip
         world.acceptors[name] = self
         self.membership = SimulatedMembership(
             self.node, "server", self._on_message, self._on_admitted, name,
-            lambda: Beat({link.peer.id: link.unreachable() for link in self._links.values() if link.wire is None}),
+            lambda: Beat(self._peers.unreachable()),
         )  # fmt: skip
 
     # ---- the inbox and its owner ----
@@ -144,130 +164,37 @@ class SimulatedServer:
     def _viewed(self, view: View) -> None:
         with server_checks.states_that_are_lost(self, view):
             self.reducer_event(inbox.ViewCame(view))
-        gone, new = self._wanted.adopt(view)
-        for key in gone:
-            self._links.pop(key).close()
-        for member in new:
-            self._links[member.id, member.incarnation] = SimulatedLink(self.node, member, self)
-        waiting, self._waiting = self._waiting, deque()
-        for number, call in waiting:
-            self._when_known(number, call)
-
-    def _when_known(self, number: ViewNumber, call: Callable[[], None]) -> None:
-        """A frame of a view that has not come here yet waits for it."""
-        if not self.shell.fence.has_come(number):
-            self._waiting.append((number, call))
-        elif not self.shell.fence.is_stale(number):
-            call()
+        self._views.adopt(view)
+        self._peers.adopt(view)
+        for channel in list(self._transport.channels):
+            channel.drain()
 
     # ---- connections ----
 
-    def _channel(self, wire: Wire, end: int, who: str) -> WireChannel:
-        self._channels = [known for known in self._channels if known.wire.open]
-        self._channels.append(channel := WireChannel(self, wire, end, who))
-        return channel
-
-    def hello(self) -> Any:
-        return ("server", self.node.name, self.shell.fence.number)
-
-    def link_up(self, link: SimulatedLink) -> None:
-        assert link.wire is not None
-        self._peers[link] = self._channel(link.wire, 0, link.peer.id)
-        self.reducer_event(inbox.PeerLinked(link.peer, self._peers[link]))
-
-    def link_lost(self, link: SimulatedLink) -> None:
-        self.reducer_event(inbox.PeerLost(link.peer.id, self._peers.pop(link)))
-
-    def receive(self, link: SimulatedLink, message: Any) -> None:
-        _, number, header, digest = message
-        acked, channel = Acked(header.step, chosen=header.base == 1), self._peers[link]
-        self.reducer_event(inbox.AckCame(link.peer.id, channel, header.shard, acked, number, bytes(digest)))
-
     def accept(self, wire: Wire, hello: Any) -> str:
         role, who, _ = hello
-        channel: Any = self._channel(wire, 1, who)
-        take = self._take_from_server if role == "server" else self._take
+        channel: Any = ServedChannel(self, wire, who)
+        self._transport.channels.append(channel)
+        receive = {
+            "server": self._intake.receive_from_server, "aggregator": self._intake.receive_from_aggregator,
+            "worker": self._intake.receive_from_worker,
+        }[role]  # fmt: skip
 
-        def came(message: Any) -> None:
-            server_checks.check_current(self, who, message)
-            self.reducer_event(take(channel, who, message))
+        def came() -> None:
+            self._from = channel
+            try:
+                receive(channel, who)
+            except ProtocolError as error:
+                raise AssertionError(f"{self.node.name} refuses {who}: {error}") from error
 
-        wire.on_message[1] = lambda message: self._when_known(message[1], lambda: came(message))
-        wire.on_close[1] = lambda: self.reducer_event(inbox.Gone(channel, who))
+        channel.listen(came, lambda: self.reducer_event(inbox.Gone(channel, who)), owes=role != "server")
         if role != "server":
             self.reducer_event(inbox.Linked(channel, who))
         return ""
 
-    def _buffer(self, content: Any) -> Any:
-        self._buffers += 1
-        return NamedBuffer(content, freed=self._freed)
-
-    def _freed(self) -> None:
-        self._buffers -= 1
-
-    def _take_from_server(self, channel: Any, who: str, message: Any) -> inbox.Event:
-        """As `Intake.receive_from_server` does it."""
-        _, number, header, payload = message
-        match header.kind:
-            case Kind.REPLICATE:
-                return inbox.UpdateCame(channel, who, header, self._buffer(payload))
-            case Kind.MEASURES:
-                return inbox.Told(header.step, _measures.decode(payload), number)
-            case Kind.CHOICE:
-                return inbox.ChoiceCame(channel, who, header, _choices.decode(payload))
-            case Kind.PROVE:
-                return inbox.QuestionCame(channel, who, header, bytes(payload))
-            case _:
-                return inbox.StateCame(channel, who, decode_record(bytes(payload)), number)
-
-    def _take(self, channel: Any, who: str, message: Any) -> inbox.Event:
-        """As `Intake.receive_from_worker` does it."""
-        kind, number, *_ = message
-        match message:
-            case ("push", *_):
-                return self._pushed(channel, who, message)
-            case ("want", _, shard, replica):
-                return inbox.WantCame(channel, who, shard, replica)
-            case ("pull", _, shard, version, newest, pull, step, replica):
-                channel.asked[shard, pull] = (step, replica)
-                flags = NEWEST if newest else 0
-                header = Header(Kind.PULL_ROWS, number, shard=shard, step=version, base=pull, flags=flags)
-                return inbox.PullCame(channel, header, cast(Any, np.zeros(0, np.int64)))
-            case ("initial", _, shard, content, version):
-                channel.owed += 1
-                header = Header(Kind.INITIAL, number, shard=shard, step=version, length=NBYTES)
-                return inbox.Initial(channel, header, self._buffer(content))
-            case ("follow", _, on, _):
-                header = Header(Kind.FOLLOW, number)
-                return inbox.Followed(channel, who, header) if on else inbox.UnfollowCame(channel, who)
-            case ("fetch", _, shard, version):
-                return inbox.Fetched(channel, who, shard, version)
-            case ("recall", _, shard, replica):
-                return inbox.StateRecalled(channel, who, Header(Kind.RECALL, number, shard=shard, replica=replica))
-            case ("give" | "copy", _, shard, replica, state):
-                header = Header(
-                    Kind.CODEC_STATE, number, shard=shard, replica=replica, step=0 if state is None else state.step,
-                    base=COPY if kind == "copy" else 0,
-                )  # fmt: skip
-                data = memoryview(b"") if state is None else self.world.tokens.bytes_of(state)
-                return inbox.StateGiven(who, header, data)
-        raise AssertionError(f"{who} says {message} to {self.node.name}")
-
-    def _pushed(self, channel: Any, who: str, message: Any) -> inbox.Event:
-        _, number, shard, step, replica, count, content, base, asks = message
-        channel.owed += 1
-        said = {r: self.job.flags(shard, step, r) for r in range(replica, replica + count)}
-        finite, whole = all(flag[0] for flag in said.values()), all(flag[1] for flag in said.values())
-        tree = self.job.policy.tree
-        bad = sum(1 << r - replica for r, (good, _) in said.items() if not good and r - replica < 32)
-        header = Header(
-            Kind.PUSH, number, shard=shard, replica=replica, step=step, weight=float(count), length=NBYTES,
-            flags=0 if finite else NOT_FINITE if whole else BAD_GRADIENT, base=count - 1 if tree else base,
-            wants=(bad if count > 1 else 0) if tree else wants(asks),
-        )  # fmt: skip
-        audits = audits_of(self.job.config)
-        digest = str(content).encode() if audits is not None and audits.audited(step) else b""
-        return inbox.Pushed(channel, who, header, self._buffer(content), digest)
+    def _taken(self, event: inbox.Event) -> None:
+        server_checks.check_current(self, self._from, event)
+        self.reducer_event(event)
 
     # ---- afterwards ----
 
@@ -278,9 +205,11 @@ class SimulatedServer:
         arrived = tickets._arrived
         assert waiting == len(arrived), f"{self.node.name}: {len(arrived)} payloads, {waiting} of use"
         parts = sum(len(shard.parts) for shard in self.held.values())
-        assert self._buffers == parts + len(arrived), f"{self.node.name}: {self._buffers} buffers are held"
-        for channel in self._channels:
+        buffers = cast(NamedPool, self._job.pool).held
+        unused = buffers - parts - len(arrived)
+        assert 0 <= unused <= self.node.sending, f"{self.node.name}: {unused} buffers are held that nobody uses"
+        for channel in self._transport.channels:
             if channel.wire.open:
-                kept = sum(a.channel is channel and not a.credited for a in arrived.values())
-                kept += sum(early.owed is channel for early in tickets._early.values())
+                kept = sum(cast(Any, a.channel) is channel and not a.credited for a in arrived.values())
+                kept += sum(cast(Any, early.owed) is channel for early in tickets._early.values())
                 assert channel.owed == kept, f"{self.node.name} owes {channel.name} {channel.owed} credits, not {kept}"

@@ -11,11 +11,13 @@ from rallypoint.core.protocol import GiveUp
 from rallypoint.core.shard.clip import StepVerdict, phrase
 from rallypoint.core.shard.effects import Apply, Finish, Reply
 from rallypoint.core.view import View
+from rallypoint.server import inbox
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.replicas.codec_states import Coded
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean, State
 
 if TYPE_CHECKING:
+    from rallypoint.testing.simulation.names import WireChannel
     from rallypoint.testing.simulation.server import SimulatedServer
 
 
@@ -135,13 +137,13 @@ def check_read(server: SimulatedServer, index: int, reply: Reply, content: Conte
             assert not missing, f"{server.node.name}: shard {index}: {reply} runs ahead of {missing}"
 
 
-def check_current(server: SimulatedServer, who: str, message: Any) -> None:
-    """What a server takes was sent in the generation in force, or later (I10)."""
-    kind, number, *_ = message
-    view = server.machine.view
+def check_current(server: SimulatedServer, channel: WireChannel, event: inbox.Event) -> None:
+    """What a server takes was sent in the generation in force, or later (I10); the shell looks at what is asked."""
+    number, view = channel.view, server.machine.view
     assert view is not None
-    stale = f"{server.node.name} takes a {kind} of {who} that is of view {number}; the generation is {view.generation}"
-    assert number >= view.generation, stale
+    what = f"{server.node.name} takes a {type(event).__name__} of {channel.name} that is of view {number}"
+    asks = isinstance(event, inbox.Followed | inbox.UnfollowCame | inbox.Fetched)
+    assert asks or number >= view.generation, f"{what}; the generation is {view.generation}"
 
 
 def decoded(server: SimulatedServer, index: int, payload: Content | Coded) -> Content:

@@ -6,16 +6,21 @@ The machine that decides is the real one: `core/worker/handover.py`. Here is wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from rallypoint.codec.build import ShardCodecStates
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.handover import Encoding, Key, encoding_of
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import CodecEffect, Give, Recall, ReleaseState, ResetCodecs, Send
+from rallypoint.net.frames import COPY, Header, Kind
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
+
+if TYPE_CHECKING:
+    from rallypoint.testing.simulation.network import Tokens
+    from rallypoint.worker.exchange.links import Links
 
 
 class Coded(NamedTuple):
@@ -45,11 +50,13 @@ class Residual:
 class SimulatedEncoder:
     """One worker's codec states. Nothing is encoded twice: a contribution that is sent again is the one that is kept.
 
-    `send(server, message)` sends to a server, or nowhere if its link is lost.
     """
 
-    def __init__(self, job: SimulatedJob, shell: WorkerShell, send: Callable[[str, Any], None]) -> None:
-        self._job, self._shell, self._send = job, shell, send
+    def __init__(
+        self, job: SimulatedJob, shell: WorkerShell, links: Links, tokens: Tokens
+    ) -> None:
+        self._job, self._shell, self._links, self._tokens = job, shell, links, tokens
+        self._formats = ShardCodecStates(job.config)
         self._kept: dict[Key, Residual] = {}
         self._given: dict[Key, Residual | None] = {}  # what no server has yet
 
@@ -75,7 +82,7 @@ class SimulatedEncoder:
         """Before this contribution is encoded: send the state after the step before, for a snapshot."""
         kept = self._kept.get((send.shard, send.replica))
         if kept is not None and kept.step == send.step - 1:
-            self._send(send.server, ("copy", self._shell.number, send.shard, send.replica, kept))
+            self._say(send.server, send.shard, send.replica, kept, COPY)
 
     def run(self, effect: CodecEffect) -> None:
         """Do what the shell has decided."""
@@ -84,12 +91,22 @@ class SimulatedEncoder:
                 self._kept.clear()
                 self._given.clear()
             case Recall(shard=shard, replica=replica, server=server):
-                self._send(server, ("recall", self._shell.number, shard, replica))
+                self._send(server, Header(Kind.RECALL, self._shell.number, shard=shard, replica=replica))
             case ReleaseState(shard=shard, replica=replica):
                 self._given[shard, replica] = self._kept.pop((shard, replica), None)
             case Give(shard=shard, replica=replica, server=server):
-                given = self._given.get((shard, replica))
-                self._send(server, ("give", self._shell.number, shard, replica, given))
+                self._say(server, shard, replica, self._given.get((shard, replica)))
+
+    def _say(self, server: str, shard: int, replica: int, state: Residual | None, base: int = 0) -> None:
+        header = Header(Kind.CODEC_STATE, self._shell.number, shard=shard, replica=replica, base=base)
+        if state is not None:
+            limits = self._formats.of(self._job.layout.shards[shard])
+            header = header._replace(step=state.step, codec=limits.code, length=limits.least)
+        self._send(server, header, None if state is None else self._tokens.bytes_of(state))
+
+    def _send(self, server: str, header: Header, payload: memoryview | None = None) -> None:
+        if (link := self._links.get(server)) is not None:
+            link.send_codec_state(header, payload)
 
     def arrived(self, shard: int, replica: int, state: Residual | None) -> None:
         """A shard's primary has answered a recall."""
