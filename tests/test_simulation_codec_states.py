@@ -10,12 +10,14 @@ import pytest
 
 from rallypoint.codec.spec import TopK
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.layout import Shard
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.worker.handover import CodecStateCustody, StateHandover
+from rallypoint.server.snapshots import StateRelay
+from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import CodecStatePlay, word_for
-from rallypoint.testing.simulation.replicas.codec_states import ServerCodecStates
 from rallypoint.testing.simulation.run import first_failure, play, simulate
 
 FIXED = range(18)
@@ -93,7 +95,7 @@ def _nobody_waits(self: StateHandover, replica: int) -> bool:
     return True
 
 
-def _no_copies(self: ServerCodecStates, shard: int, version: int, record: Any) -> bool:
+def _no_copies(self: StateRelay, record: ShardRecord, place: Shard) -> bool:
     """Snapshots contain no codec states."""
     return False
 
@@ -102,7 +104,7 @@ def _no_copies(self: ServerCodecStates, shard: int, version: int, record: Any) -
     (StateHandover, "release", _nothing_is_given, "stuck after|made from"),
     (StateHandover, "ready", _nobody_waits, "made from"),
     (CodecStateCustody, "rolled_back", _a_roll_back_changes_nothing, "codec state of generation|codec state is ahead"),
-    (ServerCodecStates, "awaited", _no_copies, "made from no codec state"),
+    (StateRelay, "awaited", _no_copies, "made from no codec state"),
 ], ids=["nothing is given", "nobody waits", "not rolled back", "not in snapshots"])  # fmt: skip
 @pytest.mark.some("[!n]*")
 def test_a_bug_in_codec_states_planted_on_purpose_is_found(

@@ -11,7 +11,7 @@ import pytest
 
 from rallypoint.core.cluster import evaluations
 from rallypoint.core.worker.ending import LeasedVersion
-from rallypoint.testing.simulation import server
+from rallypoint.server import reducer
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Deciding, parse_policy, word_for
 from rallypoint.testing.simulation.run import first_failure, simulate
@@ -45,7 +45,7 @@ def test_a_worker_that_does_not_wait_for_a_decision_is_found(monkeypatch: pytest
 
 
 def test_a_server_that_does_not_hear_of_a_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "rate_in", lambda view, step: 0)
+    monkeypatch.setattr(reducer, "reductions_at", lambda reductions, step: 0)
     assert "other bytes" in first_failure(Deciding(), range(10))
 
 

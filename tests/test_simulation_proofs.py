@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from rallypoint.server.parts import Replication
 from rallypoint.testing.simulation.plan import make_plan
-from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.testing.simulation.run import Simulation
-from rallypoint.testing.simulation.server import SimulatedServer
 
 SEEDS = [seed for seed in range(300) if make_plan(seed).terms.replication == 2 and make_plan(seed).servers > 2][:12]
 
@@ -16,12 +15,13 @@ SEEDS = [seed for seed in range(300) if make_plan(seed).terms.replication == 2 a
 def test_a_server_that_holds_nothing_of_what_it_acknowledges_never_becomes_primary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest, found = SimulatedServer._digest, []
+    honest, found = Replication._digest_of_update, []
 
-    def made_up(server: SimulatedServer, index: int) -> Content:
-        return -1 if server.node.name == "server2" else honest(server, index)
+    def made_up(self: Replication, shard: int, server: str, version: int) -> bytes:
+        wrong = (self._shell.machine.me, server) == ("server2", "")
+        return b"made up" if wrong else honest(self, shard, server, version)
 
-    monkeypatch.setattr(SimulatedServer, "_digest", made_up)
+    monkeypatch.setattr(Replication, "_digest_of_update", made_up)
     for seed in SEEDS:
         simulation = Simulation(make_plan(seed))
         result = simulation.run()

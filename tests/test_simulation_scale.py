@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rallypoint.testing.simulation import server
+from rallypoint.testing.simulation import names
 from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Scaled, parse_policy, word_for
@@ -28,13 +28,13 @@ def test_whatever_fails_the_scale_and_the_bytes_are_those_of_an_undisturbed_run(
 
 
 def test_a_server_that_forgets_some_skipped_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a simulated server's scale does not always back off."""
+    """Planted: a server's scale does not always back off."""
     after, calls = scale.after, itertools.count()
 
     def forgets(content: int, *, skipped: bool) -> int:
         return after(content, skipped=skipped and next(calls) % 3 != 2)
 
-    monkeypatch.setattr(server, "loss_scale", SimpleNamespace(scale_of=scale.scale_of, after=forgets))
+    monkeypatch.setattr(names, "loss_scale", SimpleNamespace(scale_of=scale.scale_of, after=forgets))
     said = first_failure(Scaled(), ENOUGH)
     assert "shard" in said
 

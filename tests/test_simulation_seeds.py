@@ -19,6 +19,7 @@ from rallypoint.testing.simulation.run import simulate
     (833107095, "sync"),  # after a roll-back a third server counted as caught up that was none any more
     (884002396, "decided"),  # a coordinator died after it had journalled a figure, and before it could show it
     (875642006, "decided"),  # the same
+    (700017, "fold:3"),  # a snapshot's clocks counted a contribution that came before the shard was copied
     (910000043, "store"),  # a worker whose script had failed stayed, when the coordinator was away as it said so
 ])  # fmt: skip
 def test_a_seed_that_found_a_defect_ends_well(seed: int, policy: str) -> None:

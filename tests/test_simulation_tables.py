@@ -10,9 +10,9 @@ import pytest
 
 from rallypoint.core.policy import Async, BoundedStaleness, Sync
 from rallypoint.core.shard.pulls import Request, Requests
+from rallypoint.testing.simulation.exchange import SimulatedRowPulls
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import TablesPlay, word_for
-from rallypoint.testing.simulation.pulls import SimulatedRowPulls
 from rallypoint.testing.simulation.run import first_failure, simulate
 from rallypoint.worker.exchange.arrivals import RowPull
 

@@ -701,7 +701,7 @@ def test_a_capture_that_comes_while_a_shard_of_a_streaming_job_is_restored_is_ma
     """Versions count updates there: the version that names the snapshot may never be one of the shard."""
     machine = ShardMachine(policy, 2, rounds=9)
     assert machine.handle(CaptureAt(4)) == []
-    assert CaptureShard(9) in machine.handle(Loaded(9, (5, 4)))
+    assert CaptureShard(9, clocks=(5, 4)) in machine.handle(Loaded(9, (5, 4)))
     assert not [effect for effect in machine.handle(Contribute(5, 0, 1.0, 1)) if isinstance(effect, CaptureShard)]
 
 
@@ -725,7 +725,7 @@ def test_what_is_being_folded_when_a_backup_is_filled_is_in_its_state() -> None:
     *folded, fill = primary.handle(FillBackup())
     (applied,) = (effect for effect in folded if isinstance(effect, Apply))
     assert (applied.version, applied.replicate) == (1, False)
-    assert fill == Fill(1)
+    assert fill == Fill(1, clocks=(1, 0, 1))
     assert primary.clocks.steps == [1, 0, 1], "told with the state: the backup drops both if they come again"
     assert primary.handle(Fold()) == []
 

@@ -246,7 +246,7 @@ def test_after_a_failure_the_owner_copies_no_more_shards(writer: Writer, monkeyp
     monkeypatch.setattr("rallypoint.store.files.Files.writing", fails)
     everything, copied = list(records(0)), []
 
-    def state(shard: int, version: int) -> ShardRecord:
+    def state(shard: int, version: int, clocks: tuple[int, ...]) -> ShardRecord:
         copied.append(shard)
         return everything[shard]
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import CorruptFrame, LinkError, ProtocolError, RallypointError
@@ -43,6 +44,12 @@ class Calls:
     serve: Callable[[Channel], None]
     down: Callable[[RallypointError], None]
     failed: Callable[[Exception], None]
+
+
+def dialer_over(transport: Transport, **how: Any) -> Dialer:
+    """A dialer over this transport: its own, if it has no threads; see `Dialer`."""
+    made: Dialer = getattr(transport, "dialer", Dialer)(transport=transport, **how)
+    return made
 
 
 class Dialer:

@@ -150,14 +150,14 @@ class FrameChecks:
         return measures
 
     def choice(self, header: Header, data: bytearray) -> tuple[int, ...]:
-        """Decode a choice of contributions; check that it is a quorum of the job's replicas."""
-        self.place(header)
+        """Decode a choice of contributions; check that it is a quorum of the job's replicas: of buffers one will do."""
+        quorum = 1 if self.place(header).role == "buffers" else self._job.config.quorum
         try:
             replicas = _choice.decode(data)
         except (msgspec.DecodeError, RecursionError) as error:
             raise ProtocolError(f"a choice of contributions that cannot be read: {error}") from None
         fits = all(0 <= replica < self._job.config.replicas for replica in replicas)
-        once = len(set(replicas)) == len(replicas) == self._job.config.quorum
+        once = len(set(replicas)) == len(replicas) == quorum
         if not (fits and once) or header.step >= self._job.config.rounds:
             raise ProtocolError(f"a choice of {len(replicas)} contributions that this job cannot make")
         return replicas

@@ -158,8 +158,8 @@ class ShardEffects:
                 parts.replication.send_choice(index, effect)
             case shard_effects.Prove(version=version):
                 parts.replication.ask(index, version)
-            case shard_effects.Fill(version=version, incoming=incoming):
-                state = owned.state(version, self._clocks(index), wires=True)
+            case shard_effects.Fill(version=version, incoming=incoming, clocks=clocks):
+                state = owned.state(version, clocks, wires=True)
                 parts.replication.send_state(state, incoming=incoming)
             case shard_effects.TellWait(follower=follower, replica=replica, clock=clock):
                 wait = Header(Kind.WAIT, shard=index, base=clock, wants=wants(replica))
@@ -169,13 +169,13 @@ class ShardEffects:
             case shard_effects.BackupCaughtUp(incoming=incoming):
                 machines = parts.shell.machine
                 parts.context.say(CaughtUp({index: (machines.arrived if incoming else machines.caught_up)[index]}))
-            case shard_effects.CaptureShard(version=version, missed=missed):
+            case shard_effects.CaptureShard(version=version, missed=missed, clocks=clocks):
                 assert parts.capture is not None
                 if missed:
                     too_late = "the step was over before the request came"
                     parts.context.say(NotStored(parts.capture.snapshot, too_late, version))
                 else:
-                    parts.capture.wanted(index, version)
+                    parts.capture.wanted(index, version, clocks)
             case _:
                 raise AssertionError(f"an effect that nobody runs: {effect}")
 
@@ -221,10 +221,6 @@ class ShardEffects:
             self._parts.capture.disowned(index)
         self._parts.gathering.pop(index, None)
         self._owned.pop(index).release()
-
-    def _clocks(self, index: int) -> tuple[int, ...]:
-        machine = self._parts.shell.machine.machine(index)
-        return tuple(machine.clocks) if machine is not None else ()
 
 
 # ---- Takes the events of a server's inbox, asks the shell and the machine, and runs their effects on tensors ----
@@ -522,10 +518,8 @@ class Reducer:
             self._pulls.answer(index, machine, owned, self.shell.fence.number)
         self._pulls.wait = bool(self._pulls.shards)
 
-    def _stored_state(self, index: int, version: int) -> ShardRecord:
-        machine = self.machine.machine(index)
-        assert machine is not None
-        return self._owned[index].state(version, tuple(machine.clocks), wires=False)
+    def _stored_state(self, index: int, version: int, clocks: tuple[int, ...]) -> ShardRecord:
+        return self._owned[index].state(version, clocks, wires=False)
 
 
 def own_threads(number: int) -> None:

@@ -17,7 +17,7 @@ from rallypoint.core.typed import LONGEST_NAME, printable
 from rallypoint.core.view import Member, View
 from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
-from rallypoint.net.dialer import Calls, Dialer
+from rallypoint.net.dialer import Calls, Dialer, dialer_over
 from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import Credentials
 from rallypoint.net.transport import Transport
@@ -83,8 +83,8 @@ class Peers:
         calls = Calls(
             lambda: self._views.number, up, lambda channel: self._receive_acks(member.id, channel), down, self._failed
         )
-        return Dialer(
-            transport=self._transport, peer=member, credentials=self._credentials, calls=calls, tracer=self._tracer
+        return dialer_over(
+            self._transport, peer=member, credentials=self._credentials, calls=calls, tracer=self._tracer
         )
 
     def _receive_acks(self, peer: str, channel: Channel) -> None:

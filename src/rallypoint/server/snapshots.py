@@ -120,19 +120,19 @@ class StateRelay:
 class SnapshotCapture:
     """The shards to copy for one snapshot. Not thread-safe: only the owner thread calls it.
 
-    `state(shard, version)` returns a shard's state, in arrays that later updates change. `wake` is called, from any
-    thread, when `due` may have become True.
+    `state(shard, version, clocks)` returns a shard's state, in arrays that later updates change. `wake` is called, from
+    any thread, when `due` may have become True.
     """
 
     def __init__(
         self, writer: SnapshotWriter, job: ServerJob, codec_states: StateRelay | None,
-        state: Callable[[int, int], ShardRecord], tracer: Tracer, wake: Callable[[], None],
+        state: Callable[[int, int, tuple[int, ...]], ShardRecord], tracer: Tracer, wake: Callable[[], None],
     ) -> None:  # fmt: skip
         writer.caught_up = wake
         self.snapshot = ""
         self._writer, self._job = writer, job
         self._codec_states, self._state, self._tracer = codec_states, state, tracer
-        self._to_copy: dict[int, int] = {}
+        self._to_copy: dict[int, tuple[int, tuple[int, ...]]] = {}  # shard -> version and clocks
 
     @property
     def due(self) -> bool:
@@ -144,9 +144,9 @@ class SnapshotCapture:
         self.snapshot = snapshot
         self._writer.begin(snapshot, shards)
 
-    def wanted(self, shard: int, version: int) -> None:
+    def wanted(self, shard: int, version: int, clocks: tuple[int, ...] = ()) -> None:
         """The shard is at the snapshot's version now: copy it before its next update."""
-        self._to_copy[shard] = version
+        self._to_copy[shard] = version, clocks
 
     def copy_one(self) -> None:
         """Copy one of the shards that wait for it."""
@@ -178,12 +178,12 @@ class SnapshotCapture:
         self._writer.close()
 
     def _copy(self, shard: int) -> None:
-        version = self._to_copy.pop(shard)
+        version, clocks = self._to_copy.pop(shard)
         if not self._writer.takes_records:  # the store has failed: the shards that are left need not be copied
             self.abandon()
             return
         with self._tracer.span("capture", shard=shard, version=version):
-            record = self._writer.copy(self._state(shard, version))
+            record = self._writer.copy(self._state(shard, version, clocks))
         if not self._awaits_codec_states(shard, version, record):
             self._writer.put(record)
 

@@ -13,13 +13,13 @@ from rallypoint.config import JobConfig
 from rallypoint.core import keys as machine
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.protocol import Beat, Message, Report
-from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.core.view import Member, View
 from rallypoint.core.worker.shell import LinkTable
 from rallypoint.core.worker.slots import Store
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError, StoreRolledBack
 from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind, wants
 from rallypoint.observe.waits import wait_until
-from rallypoint.worker.exchange.links import ExchangeContext, Links, Receiver
+from rallypoint.worker.exchange.links import ExchangeContext, Links, Receiver, ServerLink
 
 # ---- What a store's worker has asked for, and what has come ----
 
@@ -238,30 +238,6 @@ class KeysHeard:
 # ---- What leaves a store's worker, and the values that may have to be sent again ----
 
 
-class KeyLink(Protocol):
-    """A link to one server: see `worker.exchange.links.ServerLink`."""
-
-    def push(self, header: Header, payload: memoryview, sent: Callable[[], None]) -> None: ...
-
-    def want(self, shard: int, replica: int, number: ViewNumber) -> None: ...
-
-    def pull(self, header: Header, payload: memoryview | None = None) -> None: ...
-
-
-class KeyLinks(Protocol):
-    """The links to servers: see `worker.exchange.links.Links`."""
-
-    def get(self, server: str) -> KeyLink | None: ...
-
-    def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None: ...
-
-    def end(self, servers: Iterable[str]) -> None: ...
-
-    def close(self) -> None: ...
-
-    def unreachable(self) -> dict[str, float]: ...
-
-
 @dataclass(slots=True)
 class Sends:
     """Runs effects on links. The exchange's lock, `changed`, guards the fields; `run_all` is called without it.
@@ -277,7 +253,7 @@ class Sends:
     """
 
     keys: machine.KeyMachine
-    links: KeyLinks
+    links: Links
     answers: Answers
     changed: threading.Condition
     initial: dict[int, memoryview] = field(default_factory=dict)
@@ -326,7 +302,7 @@ class Sends:
         if (link := self.links.get(effect.server)) is not None:  # else it has ended: a new one sends this again
             self._send(link, effect, Header(Kind.PUSH, self.keys.number, shard=effect.shard))
 
-    def _send(self, link: KeyLink, effect: machine.Effect, header: Header) -> None:
+    def _send(self, link: ServerLink, effect: machine.Effect, header: Header) -> None:
         match effect:
             case machine.SendInitial(shard=shard):
                 if (data := self.initial.get(shard)) is not None:
@@ -371,10 +347,8 @@ class KeyExchange:
     """
 
     def __init__(
-        self, layout: Layout, config: JobConfig, context: ExchangeContext, send: Callable[[Message], None],
-        links: KeyLinks | None = None,
-    ) -> None:  # fmt: skip
-        """`links` are for simulated clusters; None: this process's own."""
+        self, layout: Layout, config: JobConfig, context: ExchangeContext, send: Callable[[Message], None]
+    ) -> None:
         self.layout, self.config, self.me = layout, config, context.me
         self.changed = threading.Condition()
         self.machine = machine.KeyMachine(
@@ -388,7 +362,7 @@ class KeyExchange:
         self._failure: BaseException | None = None
         self._activity, self._numbers = 0, machine.OWN
         self._table = LinkTable(context.me)
-        self._links: KeyLinks = Links(context, config, lambda: self.machine.number) if links is None else links
+        self._links = Links(context, config, lambda: self.machine.number)
         self.answers = Answers()
         self.heard = KeysHeard(self.machine, self.answers, self._table, self.changed, self.apply, self.fail)
         self._arrivals = KeyArrivals(layout, config, self.heard)

@@ -169,6 +169,7 @@ class Fill:
 
     version: int
     incoming: bool = False
+    clocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +209,14 @@ class BackupCaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class CaptureShard:
-    """Keep the state for the snapshot, as it is now at `version`.
+    """Keep the state for the snapshot, as it is now at `version`; with its clocks, which go on before it is copied.
 
     With `missed` it is too late: the shard has passed the wanted version and is at `version`.
     """
 
     version: int
     missed: bool = False
+    clocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

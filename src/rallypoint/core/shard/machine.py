@@ -297,7 +297,7 @@ class CapturePoint:
     at: int = -1
     any_version: bool = False
 
-    def ask(self, at: int, now: int, *, primary: bool, any_version: bool) -> list[CaptureShard]:
+    def ask(self, at: int, now: int, clocks: Clocks, *, primary: bool, any_version: bool) -> list[CaptureShard]:
         """A snapshot wants version `at`; the shard is at version `now`.
 
         With `any_version` (streaming policies, where no version is common to all shards) the current version is
@@ -305,18 +305,18 @@ class CapturePoint:
         """
         if primary and any_version:
             self.any_version = True
-            return self.reached(now)
+            return self.reached(now, clocks)
         if not primary or now > at:
             return [CaptureShard(max(now, at + 1), missed=True)]
         self.at = at
-        return self.reached(now)
+        return self.reached(now, clocks)
 
-    def reached(self, version: int) -> list[CaptureShard]:
+    def reached(self, version: int, clocks: Clocks) -> list[CaptureShard]:
         """The shard is now at `version`. Returns a Capture if the snapshot waits for it."""
         if version < 0 or not (self.any_version or version == self.at):
             return []
         self.at, self.any_version = -1, False
-        return [CaptureShard(version)]
+        return [CaptureShard(version, clocks=tuple(clocks))]
 
 
 VERSIONS_KEPT = 2  # I5: a worker can fetch the version of the step in progress
@@ -424,7 +424,7 @@ class ShardMachine:
                 return []
             case events.CaptureAt(version=at):
                 free = event.any_version or self.clocked
-                return [*self._capture.ask(at, self.version, primary=self.primary, any_version=free)]
+                return [*self._capture.ask(at, self.version, self.clocks, primary=self.primary, any_version=free)]
 
     # ---- the primary: contributions ----
 
@@ -433,7 +433,7 @@ class ShardMachine:
             return [Drop(ticket)]
         self.version = version
         self.tally.restart(version)
-        return [InstallFirst(ticket, version), *self._capture.reached(version), *self._publish()]
+        return [InstallFirst(ticket, version), *self._capture.reached(version, self.clocks), *self._publish()]
 
     def _contribute(self, event: events.Contribute) -> list[Effect]:
         if not self.primary or self.version < 0:
@@ -524,7 +524,7 @@ class ShardMachine:
         self.chosen = ()
         for contribution in done if self.clocked else ():
             self.clocks.tick(contribution.replica, self.version)
-        effects: list[Effect] = [applied, *self._capture.reached(self.version), *self._publish()]
+        effects: list[Effect] = [applied, *self._capture.reached(self.version, self.clocks), *self._publish()]
         for incoming in sorted(self._fill_next):
             effects += self._fill(incoming=incoming)
         self._fill_next.clear()
@@ -572,7 +572,7 @@ class ShardMachine:
             effects.append(self._choice.tell(self.version, self._sum.contributions))
         elif self.chosen:
             effects.append(Choose(self.version, self.chosen))  # an earlier primary has told its norm perhaps
-        state = Prove(self.version) if copy.asks else Fill(self.version, incoming)
+        state = Prove(self.version) if copy.asks else Fill(self.version, incoming, tuple(self.clocks))
         return [*effects, state]  # after the choice: with the state the backup may be promoted
 
     def _acknowledged(self, event: events.Acked) -> list[Effect]:
@@ -617,7 +617,7 @@ class ShardMachine:
         self.published = -1
         self.tally.restart(event.version)
         self.wants.restarted(self)
-        effects = [*self._capture.reached(self.version), *self._publish()]
+        effects = [*self._capture.reached(self.version, self.clocks), *self._publish()]
         return effects + [effect for follower in self.wants for effect in self.wants.told_to_wait(follower, self)]
 
     def _assigned(self, event: events.Assigned) -> list[Effect]:

@@ -1,7 +1,7 @@
 """The state machine of a whole server: its shards under the current view, and decisions shared by all servers.
 
 Events for one shard go to `handle`, measures to `told`, views to `adopt`. Each returns effects, which the caller runs
-in order. `server/reducer.py` runs them on tensors, `testing/simulation/` on names.
+in order. `server/reducer.py` runs them; in the simulation on names instead of tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The bookkeeping between a server's machine and its links, without any input or output.
 
 It knows who follows, who asks, and which link leads to which server, and it decides which incoming frames reach the
-machine. `server/reducer.py` runs it over TCP channels, `testing/simulation/server.py` over simulated links. Its methods
-return the machine's effects, in order. To find an effect's receiver, ask `followers`, `workers` or `peers`.
+machine. `server/reducer.py` runs it, in the simulation too. Its methods return the machine's effects, in order. To find
+an effect's receiver, ask `followers`, `workers` or `peers`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
 from rallypoint.launch.observing.health import Health, of_process, stuck_for
 from rallypoint.launch.observing.stacks import keep_stacks
 from rallypoint.launch.options import check_script
-from rallypoint.launch.plan import Launch, join_info_of, terms_of
+from rallypoint.launch.plan import Launch, is_loopback, join_info_of, terms_of
 from rallypoint.launch.run import INTERRUPTED
 from rallypoint.net.handshake import Identity, new_token, role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
@@ -214,6 +214,13 @@ def run_server(
         if by_hand:
             where = f"listens at {service.address} and has joined the job at {coordinator}"
             say(f"{service.id} {where}; it waits for {service.waits_for}")
+            hosts = [place.rpartition(":")[0] for place in coordinator.split(",")]
+            elsewhere = any(host[:1] in tuple("[123456789") and not is_loopback(host) for host in hosts)
+            if elsewhere and is_loopback(service.address.rpartition(":")[0]):
+                say(
+                    f"warning: no other machine reaches {service.address}: a worker elsewhere cannot use this "
+                    f"{service.role}. Start it with --bind and an address of this machine", error=True
+                )
         import_for_optimizers()
         failure = service.wait()
     finally:

@@ -318,7 +318,7 @@ class SimulatedJob:
         return finished if scale == 1.0 or not self.same_bytes else combine(finished, int(scale * 2**40))
 
     def update(self, master: Content, finished: Content, step: int, rate: int = 0) -> Content:
-        """The optimizer; the rate is called so (`rate_in`)."""
+        """The optimizer; `rate`: how often the learning rate is reduced."""
         return combine(master, finished, step, 99 + rate) if self.same_bytes else self._both(master, finished)
 
     def undisturbed(self) -> list[Content]:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rallypoint.config import JobConfig
 from rallypoint.core.keys import NEWEST
 from rallypoint.core.protocol import Beat, GiveUp
-from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.net import frames
-from rallypoint.net.frames import Header, Kind
+from rallypoint.core.view import View
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import SimulatedMembership
-from rallypoint.testing.simulation.network import Node, SimulatedLink, World
+from rallypoint.testing.simulation.names import NBYTES, TOKEN, SimulatedTransport, payload_of
+from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.replicas.contents import Content
-from rallypoint.worker.exchange.links import ExchangeContext, Receiver
 from rallypoint.worker.keys import LOOK_AGAIN_S
-from rallypoint.worker.keys_exchange import KeyExchange, KeyRequest, KeysHeard
+from rallypoint.worker.keys_exchange import KeyExchange, KeyRequest
 
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.plan import Plan
@@ -69,114 +66,19 @@ def with_keys(job: SimulatedJob, keys: int) -> KeyedJob:
     return KeyedJob(**given, keys=keys)
 
 
-# A store's links in the simulation: frames of the real exchange become messages with names in place of bytes.
-
-
-class Named(bytearray):
-    """A name in place of bytes."""
-
-    content: Content = None
-
-    @classmethod
-    def of(cls, content: Content) -> Named:
-        """No bytes, with this name."""
-        named = cls()
-        named.content = content
-        return named
-
-
-class _Link:
-    """What the exchange sends to one server. Pushes leave one after the other; wants keep their place among them."""
-
-    def __init__(self, node: Node, link: SimulatedLink, number: Callable[[], ViewNumber]) -> None:
-        self.link, self._node, self._number, self._leaves = link, node, number, 0.0
-
-    def push(self, header: Header, payload: Any, sent: Callable[[], None]) -> None:
-        content = getattr(payload, "content", None)
-        if header.kind is Kind.INITIAL:
-            self._queue(("initial", header.view, header.shard, content, 0))
-            return
-        wanted = header.wanted if header.wants else None
-        name = (header.shard, header.step, header.replica, 1)
-        for _ in range(2 if self._node.world.random.random() < 0.02 else 1):
-            self._queue(("push", header.view, *name, content, header.base, wanted))
-
-    def want(self, shard: int, replica: int, number: ViewNumber) -> None:
-        self._queue(("want", number, shard, replica))
-
-    def pull(self, header: Header, payload: memoryview | None = None) -> None:
-        newest = bool(header.flags & frames.NEWEST)
-        self.link.send(("pull", header.view, header.shard, header.step, newest, header.base, 0, -1))
-
-    def _queue(self, message: Any) -> None:
-        world, wire = self._node.world, self.link.wire
-        if wire is not None:
-            self._leaves = max(self._leaves, world.now + world.latency() / 4)
-            self._node.later(self._leaves - world.now, lambda: wire.send(0, message))
-
-
-class SimulatedKeyLinks:
-    """The links of one worker; `heard` takes what arrives."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self.heard: KeysHeard
-        self.number: Callable[[], ViewNumber]
-        self._links: dict[str, _Link] = {}
-
-    # ---- see `worker.keys_exchange.KeyLinks` ----
-
-    def get(self, server: str) -> _Link | None:
-        return self._links.get(server)
-
-    def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None:
-        for member in servers:
-            self._links[member.id] = _Link(self._node, SimulatedLink(self._node, member, self), self.number)
-
-    def end(self, servers: Iterable[str]) -> None:
-        for server in servers:
-            self._links.pop(server).link.close()
-
-    def close(self) -> None:
-        self.end(list(self._links))
-
-    def unreachable(self) -> dict[str, float]:
-        missed = {server: link.link.unreachable() for server, link in self._links.items()}
-        return {server: seconds for server, seconds in missed.items() if seconds > 0}
-
-    # ---- see `testing.simulation.network.Receiver` ----
-
-    def hello(self) -> Any:
-        return ("worker", self._node.name, self.number())
-
-    def link_up(self, link: SimulatedLink) -> None:
-        self.heard.link_up(link.peer.id)
-
-    def link_lost(self, link: SimulatedLink) -> None:
-        self.heard.link_lost(link.peer.id)
-
-    def receive(self, link: SimulatedLink, message: Any) -> None:
-        match message:
-            case ("version", _, shard, version, content, contributor, clock):
-                self.heard.valued(shard, contributor, clock, version, Named.of(content))
-            case ("rows", shard, number, content, outdated, version):
-                self.heard.answered(shard, number, version, None if outdated else Named.of(content))
-            case ("wait", _, contributor, _):
-                self.heard.to_wait(contributor)
-
+# A store's worker: the product's exchange and links, and a script.
 
 GIVES_UP_S = 1.0  # from a script's error to the end of its process
 LEFT = "went back to a snapshot after its script had ended"
-_NO_ROWS = memoryview(b"")
+_NO_ROWS, _ROW = memoryview(b""), memoryview(bytes(4))
 
 
 class SimulatedKeys(KeyExchange):
     """`poke` is called after every change."""
 
-    def __init__(self, node: Node, job: KeyedJob, links: SimulatedKeyLinks, send: Any, poke: Any) -> None:
-        context = cast(ExchangeContext, SimpleNamespace(me=node.name, say=lambda said: None))
-        super().__init__(job.layout, job.config, context, send, links)
-        links.heard, links.number, self._poke = self.heard, lambda: self.machine.number, poke
+    def __init__(self, node: Node, job: KeyedJob, send: Any, poke: Any) -> None:
+        self._poke = poke
+        super().__init__(job.layout, job.config, SimulatedTransport(node, "worker").context, send)
 
     def apply(self, change: Any) -> None:
         super().apply(change)
@@ -237,11 +139,11 @@ class KeyedWorker:
 
     def _viewed(self, view: View) -> None:
         if self.exchange is None:  # `job.store` returns
-            links = SimulatedKeyLinks(self.node)
-            self.exchange = SimulatedKeys(self.node, self.job, links, self.membership.send, self._poke)
+            self.exchange = SimulatedKeys(self.node, self.job, self.membership.send, self._poke)
             self.exchange.adopt(view)
             for shard in range(self.job.shards):
-                self.exchange.begin(shard, cast(memoryview, Named.of(self.job.first(shard))))
+                nbytes = 0 if shard in self.job.table_shards else NBYTES
+                self.exchange.begin(shard, payload_of(self.node.world.tokens, self.job.first(shard), nbytes))
             if self._leaving:
                 self.exchange.leave()
         else:
@@ -310,7 +212,9 @@ class KeyedWorker:
             self._acting = False
 
     def _pull(self, exchange: SimulatedKeys, shards: list[int], version: int) -> None:
-        self._asked, generation = exchange.need(dict.fromkeys(shards, (_NO_ROWS, 0)), version)
+        self._asked, generation = exchange.need(
+            {shard: (_ROW if shard in self.job.table_shards else _NO_ROWS, NBYTES) for shard in shards}, version
+        )
         assert generation == self._generation
 
     def _found(self, key: int) -> list[tuple[int, int, int]]:
@@ -326,7 +230,8 @@ class KeyedWorker:
         return [one for one, step in nexts.items() if step is None or step < self.job.steps]
 
     def _pulled(self) -> None:
-        values = {shard: cast(Named, asked.value[1]).content for shard, asked in self._asked.items() if asked.value}
+        of = self.node.world.tokens.of
+        values = {shard: of(asked.value[1][:TOKEN]) for shard, asked in self._asked.items() if asked.value}
         self._asked = {}
         if self._last:
             self._end(values)
@@ -345,7 +250,7 @@ class KeyedWorker:
         (key, step, one), self._due = self._due, None
         self._check_read(key, step, one, values)
         pushed = {s: self.job.pushed(s, step, one, value) for s, value in values.items()}
-        parts = {shard: cast(memoryview, Named.of(content)) for shard, content in pushed.items()}
+        parts = {shard: payload_of(self.node.world.tokens, content) for shard, content in pushed.items()}
         if exchange.machine.counts(values, one):
             exchange.apply(lambda: exchange.push(parts, one, step))
 

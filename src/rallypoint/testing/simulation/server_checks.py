@@ -2,65 +2,82 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.core.policy import BoundedStaleness, LocalSteps
-from rallypoint.core.protocol import Applied, GiveUp
+from rallypoint.core.protocol import GiveUp
 from rallypoint.core.shard.clip import StepVerdict, phrase
-from rallypoint.core.shard.effects import Reply
-from rallypoint.core.shard.shell import applied_in
-from rallypoint.core.view import ViewNumber
-from rallypoint.server.parts import ENTRIES
+from rallypoint.core.shard.effects import Apply, Finish, Reply
+from rallypoint.core.view import View
+from rallypoint.server import inbox
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.replicas.codec_states import Coded
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean, State
 
 if TYPE_CHECKING:
+    from rallypoint.testing.simulation.names import WireChannel
     from rallypoint.testing.simulation.server import SimulatedServer
 
 
-@dataclass
-class HeldNames:
-    """One shard's names."""
+def check_while_it_runs(server: SimulatedServer) -> None:
+    """Look at what its reducer publishes and answers, and at what it measures."""
+    parts = server.reducer._parts
+    publish, reply, measured = parts.followers.publish, parts.followers.reply, parts.decisions.measured
 
-    master: Content = 0
-    parts: dict[int, Content] = field(default_factory=dict)  # of the sum in progress, by the first replica
-    wire: dict[int, Content] = field(default_factory=dict)
+    def published(shard: int, version: int) -> None:
+        check_published(server, shard, version)
+        publish(shard, version)
 
-    def keep(self, version: int, oldest: int, pinned: int = -1) -> None:
-        self.wire[version] = self.master
-        self.wire = {v: content for v, content in self.wire.items() if v >= oldest or v == pinned}
+    def replied(shard: int, effect: Reply) -> None:
+        check_published(server, shard, effect.version)
+        check_read(server, shard, effect, server.held[shard].wire[effect.version])
+        reply(shard, effect)
+
+    def looked(owned: Any, finish: Finish) -> Any:
+        owned.step = finish.step
+        return measured(owned, finish)
+
+    for owner, name, checked in (
+        (parts.followers, "publish", published), (parts.followers, "reply", replied),
+        (parts.decisions, "measured", looked),
+    ):  # fmt: skip
+        setattr(owner, name, checked)
 
 
-class SimulatedLedger:
-    """What a server says it has applied, as `server.parts.LedgerEntries` does; without times."""
+@contextmanager
+def states_that_are_lost(server: SimulatedServer, view: View) -> Iterator[None]:
+    """Codec states that were between two workers, and that a view of the same generation drops, are lost."""
+    relay = None if server.reducer._codec_states is None else server.reducer._codec_states._relay
+    before = server.machine.view
+    between = frozenset[Any]() if relay is None else relay.between
+    yield
+    if relay is not None and before is not None and before.generation == view.generation:
+        server.job.lost.extend(key for key in sorted(between) if view.primary.get(key[0]) != server.node.name)
 
-    def __init__(self, server: SimulatedServer) -> None:
-        self._server = server
-        self._entries = deque[Applied](maxlen=ENTRIES)
-        self._applied = (ViewNumber(), -1)  # the last round that was said to be applied, and in which generation
 
-    def enter(self, round: int) -> None:
-        """It has applied this round."""
-        self._entries.append(Applied(round, 1, 1.0, generation=self._server.shell.fence.generation))
-        self._applied = max(self._applied, (self._entries[-1].generation, round))
-        self._server.membership.send(self._entries[-1])
+def check_applied(server: SimulatedServer, index: int, update: Apply) -> None:
+    """All servers apply it alike."""
+    shard = server.machine.machine(index)
+    if shard is not None and shard.primary and index in server.machine.plan.decides:
+        check_alike(server, index, server.job.cadence.round_of(index, update.version - 1), update.scale)
 
-    def proves(self) -> None:
-        """It may hold more shards now: say which round they prove, unless that was said."""
-        proven = (self._server.shell.fence.generation, applied_in(self._server.machine))
-        if proven > self._applied and proven[1] >= 0:
-            self._applied = proven
-            self._server.membership.send(Applied(proven[1], 0, 0.0, generation=proven[0]))
 
-    def repeat(self) -> None:
-        """The coordinator has admitted it again, and may be another one."""
-        for entry in self._entries:
-            self._server.membership.send(entry)
-        self._applied = (ViewNumber(), -1)
-        self.proves()
+def check_rows(server: SimulatedServer, shard: int, version: int, content: Content, step: int, replica: int) -> None:
+    """AssertionError unless these rows are what the replica may compute this step with."""
+    job, machine = server.job, server.machine.machine(shard)
+    assert machine is not None
+    if job.same_bytes:
+        job.check_version(shard, version, content)
+    elif machine.policy.streaming:
+        bound = step - job.sync.staleness if isinstance(job.sync, BoundedStaleness) else 0
+        for other in range(job.replicas):
+            missing = sorted(job.written(shard, other, step if other == replica else bound) - content)
+            assert not missing, f"rows of shard {shard} for step {step} of replica {replica} lack {missing}"
+    elif not job.skip:
+        came = f"rows of shard {shard} at version {version} are of {len(content)} contributions"
+        assert len(content) == version * (job.config.quorum or job.replicas), came
 
 
 def check_published(server: SimulatedServer, index: int, version: int) -> None:
@@ -120,13 +137,13 @@ def check_read(server: SimulatedServer, index: int, reply: Reply, content: Conte
             assert not missing, f"{server.node.name}: shard {index}: {reply} runs ahead of {missing}"
 
 
-def check_current(server: SimulatedServer, who: str, message: Any) -> None:
-    """What a server takes was sent in the generation in force, or later (I10)."""
-    kind, number, *_ = message
-    view = server.machine.view
+def check_current(server: SimulatedServer, channel: WireChannel, event: inbox.Event) -> None:
+    """What a server takes was sent in the generation in force, or later (I10); the shell looks at what is asked."""
+    number, view = channel.view, server.machine.view
     assert view is not None
-    stale = f"{server.node.name} takes a {kind} of {who} that is of view {number}; the generation is {view.generation}"
-    assert number >= view.generation, stale
+    what = f"{server.node.name} takes a {type(event).__name__} of {channel.name} that is of view {number}"
+    asks = isinstance(event, inbox.Followed | inbox.UnfollowCame | inbox.Fetched)
+    assert asks or number >= view.generation, f"{what}; the generation is {view.generation}"
 
 
 def decoded(server: SimulatedServer, index: int, payload: Content | Coded) -> Content:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from rallypoint.core.protocol import Beat, Reached
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.ending import End
+from rallypoint.net.frames import Header, Kind
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import SimulatedMembership
+from rallypoint.testing.simulation.names import NBYTES, NamedBuffer
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas
@@ -111,7 +113,7 @@ class SimulatedWorker:
                 if self.shell.ending.due or self._script.said:
                     self._poke()
             case ("assist", step, replica):
-                self._exchange.apply(self.machine.handle(machine.Assisted(step, replica)))
+                self._exchange.assist(step, replica)
             case ("capture", id, version, writers):
                 self._capture(id, version, writers)
             case ("finish",):
@@ -222,11 +224,15 @@ class SimulatedWorker:
         elif self.job.stateful_workers:
             self.shell.holds, self.model = version, contents
         for shard, content in enumerate(contents):
-            link = self._exchange.links[self.shell.view.primary[shard]]
-            link.send(("initial", self.shell.number, shard, content, version))
+            link = self._exchange.links.get(self.shell.view.primary[shard])
+            assert link is not None
+            kind = Kind.STATE if self.job.averages(shard) else Kind.INITIAL
+            nbytes = 0 if shard in tables else NBYTES
+            header = Header(kind, self.shell.number, shard=shard, step=version, length=nbytes)
+            link.push(header, cast(Any, NamedBuffer(content)), sent=lambda: None)
         if self.node.world.spring("drop first"):
-            wires = [link.wire for link in self._exchange.links.values() if link.wire is not None]
-            self.node.world.random.choice(wires).cut()
+            to_servers = [wire for wire in self.node.wires if wire.ends[1].name.startswith("server")]
+            self.node.world.random.choice(to_servers).cut()
         self._poke()
 
     def _install(self, version: int) -> None:
@@ -251,7 +257,7 @@ class SimulatedWorker:
             self.shell.holds = version
             for shard, content in enumerate(self.model):  # also after a roll-back: it may have to upload it
                 self.job.check_version(shard, version, content)
-        self._exchange.apply(self.shell.installed())
+        self._exchange.installed()
         _say_reached(self)
         for shard, content in self.job.dense(self.model) if self.machine.step >= 0 else ():
             own = self.job.cadence.updates_before(shard, self.machine.step)
@@ -300,7 +306,7 @@ class SimulatedWorker:
         moves = self.shell.view.orders.handover
         assert moves is None or self.machine.step < moves, f"it begins step {self.machine.step} before shards move"
         if looked_up := self.job.looked_up(step, replica):
-            self._exchange.rows.begin(replica, looked_up)
+            self._exchange.pulls.begin(replica, looked_up)
         self._forward.begin(self.model)
         if part := self._replicas.begin(step, replica, self._generation):
             self.node.later(self._seconds(self.job.compute_s * part), self._fill_next)
@@ -308,12 +314,12 @@ class SimulatedWorker:
             self._fill_next()
 
     def _fill_next(self) -> None:
-        if self.machine.rewound or self._exchange.rows.outdated:
+        if self.machine.rewound or self._exchange.pulls.outdated:
             self._end_replica(whole=False)
         elif self._forward.runs:
             if not self._forward.go_on():
                 self._blocked = True
-        elif not self._exchange.rows.ready():
+        elif not self._exchange.pulls.ready():
             self._blocked = True
         elif not self._todo:
             self._end_replica(whole=True)
@@ -334,7 +340,7 @@ class SimulatedWorker:
 
     def _filled(self, shard: int, fills: bool, step: int, replica: int) -> None:
         if fills and not self.machine.rewound:
-            self.slots[shard] = self._replicas.contribution(shard, step, replica, self._exchange.rows.seen(self.model))
+            self.slots[shard] = self._replicas.contribution(shard, step, replica, self._exchange.pulls.seen(self.model))
             self._exchange.filled(shard, replica)
         self._goes_on()
 
@@ -347,7 +353,7 @@ class SimulatedWorker:
         replica, self._replica = self._replica, -1
         self._todo.clear()
         self._forward.give_up()
-        self._exchange.rows.end()
+        self._exchange.pulls.end()
         step = self.machine.step
         if whole:
             self._replicas.made(step, replica, self.model)
@@ -360,8 +366,7 @@ class SimulatedWorker:
 
 
 def _beat_of(worker: SimulatedWorker) -> Beat:
-    seconds = {server: link.unreachable() for server, link in worker._exchange.links.items()}
-    missed = {server: missed for server, missed in seconds.items() if missed > 0}
+    missed = worker._exchange.links.unreachable()
     acts = worker._replica >= 0 or worker._busy or worker._acting or worker.shell.next_action() is not None
     waited = 0.0 if acts and not worker._blocked else worker.node.world.now - worker._thread.worked_at
     return Beat(missed, waited, worker._thread.activity)

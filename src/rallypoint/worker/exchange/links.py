@@ -15,7 +15,7 @@ from rallypoint.core.protocol import Refused, expect
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel, Rank
-from rallypoint.net.dialer import Calls, Dialer
+from rallypoint.net.dialer import Calls, dialer_over
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.handshake import Credentials
 from rallypoint.net.transport import Limits, Transport
@@ -132,8 +132,8 @@ class ServerLink:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._scratch = memoryview(b"")
-        self._dialer = Dialer(
-            transport=transport, peer=server, credentials=credentials, tracer=tracer,
+        self._dialer = dialer_over(
+            transport, peer=server, credentials=credentials, tracer=tracer,
             calls=Calls(view, self._up, self._receive_all, self._down, self._failed),
         )  # fmt: skip
 

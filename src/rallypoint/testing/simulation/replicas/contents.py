@@ -5,15 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rallypoint.config import audits_of
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.layout import Layout, Shard, TablePart, TensorSpec, carried_by
-from rallypoint.core.shard.events import Contribute
-
-if TYPE_CHECKING:
-    from rallypoint.testing.simulation.job import SimulatedJob
 
 Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
 GARBAGE: Content = -1
@@ -104,7 +99,7 @@ class Rounds:
         return self.other_steps(began, round, replica, version, mixes=trained is not None)
 
 
-# Audits in a simulated job: what a worker that computes wrong contributes, and what servers compare.
+# Audits in a simulated job: what a worker that computes wrong contributes.
 
 
 @dataclass(frozen=True)
@@ -127,15 +122,6 @@ class AuditedJob:
         assert not honest, f"an honest worker has lost: {honest[0]}"
         assert self.wrong or not any("different bytes" in sentence for sentence in said), f"a mismatch: {said}"
         return bool(self.wrong) and "nobody can decide" in aborted
-
-
-def with_digest(job: SimulatedJob, event: Contribute, worker: str, content: Content) -> Contribute:
-    """The contribution as a server's machine gets it: with a digest, if it is audited."""
-    audits = audits_of(job.config)
-    if audits is None or not audits.audited(event.step):
-        return event
-    assert event.count == 1, f"{event} has an audited replica"
-    return replace(event, sender=worker, digest=str(content).encode())
 
 
 # The layout of a simulated job.

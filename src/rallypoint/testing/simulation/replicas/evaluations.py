@@ -52,12 +52,12 @@ class SimulatedEvaluations:
             self._evaluate(version, list(model), held=True)
             return
         self._pulling = version
-        self._exchange.rows.whole(version)
+        self._exchange.pulls.begin_whole(version)
         self.go_on()
 
     def go_on(self) -> None:
         """Something has changed: the version may be here, or be another worker's to evaluate."""
-        rows, version = self._exchange.rows, self._pulling
+        rows, version = self._exchange.pulls, self._pulling
         if version is None:
             return
         if not self._is_duty(version) or self._shell.next_action() != Evaluate(version):
@@ -73,7 +73,7 @@ class SimulatedEvaluations:
                 self._evaluate(version, model, held=False)
 
     def _stop_pulling(self) -> None:
-        self._exchange.rows.end()
+        self._exchange.pulls.end()
         self._pulling, self.runs = None, False
 
     def _is_duty(self, version: int) -> bool:

@@ -57,7 +57,7 @@ class SimulatedForward:
                 self._swapped[shard] = self._exchange.slots[shard], self._model[shard]
                 self._exchange.node.later(self._swap_s * self._random.random(), partial(self._swap, shard))
                 return True
-        self._exchange.apply(self._exchange.shell.installed())
+        self._exchange.installed()
         self.runs = False
         self._swapped.clear()
         self._check()

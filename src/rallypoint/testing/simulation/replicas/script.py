@@ -83,11 +83,6 @@ def figure_of(model: Sequence[Any]) -> float:
     return float(hash(tuple(model)) % (1 << 52))
 
 
-def rate_in(view: View | None, step: int) -> int:
-    """How often the learning rate of the update of that step is reduced, by the view."""
-    return 0 if view is None else reductions_at(view.orders.reductions, step)
-
-
 class Undisturbed:
     """The decisions of a job of so many steps that evaluates after each `every` steps."""
 
@@ -110,5 +105,5 @@ class Undisturbed:
             )
 
     def rate(self, step: int) -> int:
-        """As `rate_in`."""
+        """How often the learning rate of the update of that step is reduced."""
         return reductions_at(self.decided.reductions, step)

@@ -1,0 +1,586 @@
+"""What a simulated server's own reducer holds and sends: names in place of tensors, wires in place of channels.
+
+`server/reducer.py` and its parts are the product's own; here is what they are given: shards (`NamedShards`), buffers,
+channels, a writer of snapshots, and restores without threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+
+from rallypoint.core.audits import Audits
+from rallypoint.core.layout import Shard
+from rallypoint.core.protocol import NotStored, Stored
+from rallypoint.core.shard.effects import Apply
+from rallypoint.core.view import Member, ViewNumber
+from rallypoint.errors import LinkError
+from rallypoint.net.dialer import Calls
+from rallypoint.net.frames import Header, Kind
+from rallypoint.net.pool import Buffer
+from rallypoint.net.transport import Transport
+from rallypoint.observe.trace import Tracer
+from rallypoint.server import inbox, member
+from rallypoint.server.held import ShardFactory
+from rallypoint.server.intake import FrameChecks, Intake
+from rallypoint.server.job import ServerJob
+from rallypoint.server.snapshots import Restores
+from rallypoint.store.record import Array, ShardRecord, decode_record
+from rallypoint.testing.simulation import server_checks
+from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.network import RETRY_S, Call, Node, Tokens, Wire, World
+from rallypoint.testing.simulation.replicas import scale as loss_scale
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
+from rallypoint.worker.exchange.links import ExchangeContext
+
+if TYPE_CHECKING:
+    from rallypoint.testing.simulation.server import SimulatedServer
+
+NBYTES = 64  # of every payload, but for a table's first version
+TOKEN = 8  # bytes that stand for a name where memory is real
+Frame = tuple[Header, Any]
+
+
+class Views(member.Views):
+    """The views of one member."""
+
+    def knows(self, number: ViewNumber) -> bool:
+        """Has the view of this number come?"""
+        return self._fence.has_come(number)
+
+
+class NamedPool:
+    """Buffers for names, in place of `net.pool.BufferPool` and `BufferPools`. `held`: those that somebody holds."""
+
+    def __init__(self, job: SimulatedJob) -> None:
+        self.job, self.held = job, 0
+
+    def take(self, nbytes: int = 0) -> NamedBuffer:
+        """A buffer with one holder."""
+        self.held += 1
+        return NamedBuffer(None, self)
+
+
+class NamedBuffer:
+    """A payload with its holders, as `net.pool.Buffer` counts them; its bytes, its tensor and parts of them are itself.
+    """
+
+    def __init__(self, content: Content, pool: NamedPool | None = None) -> None:
+        """Without a pool it belongs to somebody who keeps it: nobody holds it."""
+        self.content, self._pool, self._holders = content, pool, 0 if pool is None else 1
+        self.bytes = self.tensor = self
+
+    def __len__(self) -> int:
+        return NBYTES
+
+    def __getitem__(self, part: slice) -> NamedBuffer:
+        return self
+
+    def __setitem__(self, part: slice, data: bytes) -> None:
+        """No rows."""
+
+    def add_(self, other: NamedBuffer) -> None:
+        """A block of the tree: the one to the right joins."""
+        assert self._pool is not None
+        self.content = self._pool.job.add(self.content, other.content)
+
+    def retain(self) -> NamedBuffer:
+        """One more holder."""
+        self._holders += 1
+        return self
+
+    def release(self) -> None:
+        """One holder less."""
+        self._holders -= 1
+        assert self._holders >= 0, "a buffer was released more often than it was held"
+        if not self._holders and self._pool is not None:
+            self._pool.held -= 1
+
+
+def named_job(job: SimulatedJob) -> ServerJob:
+    """The job as servers and aggregators need it, with buffers for names."""
+    whole, pool = ServerJob(job.record, job.config), NamedPool(job)
+    whole.__dict__.update(pool=pool, pools=pool)
+    return whole
+
+
+class _NamedChecks(FrameChecks):
+    def record(self, header: Header, data: bytearray) -> ShardRecord:
+        """A state of names is no tensor that could fit."""
+        return decode_record(bytes(data))
+
+
+class NamedIntake(Intake):
+    """Reads frames of names."""
+
+    def __init__(self, job: ServerJob, views: Views, put: Callable[[inbox.Event], None], name: str) -> None:
+        super().__init__(job, views, cast(Any, put), Tracer(name), (0, 0))
+        self._checks = _NamedChecks(job)
+        if (audits := job.plan.audits) is not None:
+            self._pushed = partial(_with_digest, audits)
+
+    def _room(self, header: Header, place: Shard) -> Buffer:
+        return self._job.pool.take()
+
+    def _check_values(self, buffer: Buffer, header: Header, place: Shard) -> None:
+        """Names are no rows and no records."""
+
+
+def _with_digest(audits: Audits, channel: Any, worker: str, header: Header, buffer: Any) -> inbox.Pushed:
+    digest = str(buffer.content).encode() if audits.audited(header.step) else b""
+    return inbox.Pushed(channel, worker, header, buffer, digest)
+
+
+@dataclass
+class NamedShard:
+    """One shard's names."""
+
+    server: SimulatedServer
+    shard: Shard
+    master: Content = 0
+    parts: dict[int, Any] = field(default_factory=dict)  # buffers of the sum in progress, by the first replica
+    wire: dict[int, Content] = field(default_factory=dict)
+    step: int = -1  # of the sum that is measured
+
+    @property
+    def measured(self) -> bool:
+        """Does it count in the norm?"""
+        return self.shard.index not in self.server.job.buffer_shards
+
+    @property
+    def loss_scale(self) -> float:
+        """What the losses of the step are multiplied by."""
+        return loss_scale.scale_of(self.master) if self.shard.index == self.server.job.scale_shard else 0.0
+
+    def keep(self, version: int, oldest: int, pinned: int = -1) -> None:
+        """The master is this version now."""
+        self.wire[version] = self.master
+        self.wire = {v: content for v, content in self.wire.items() if v >= oldest or v == pinned}
+
+    def install(self, payload: NamedBuffer, version: int = 0, nbytes: int = 0) -> None:
+        """The first version."""
+        job, index = self.server.job, self.shard.index
+        assert nbytes == (0 if index in job.table_shards else NBYTES), f"a first version of {nbytes} bytes"
+        content = job.first(index) if index in job.table_shards else payload.content
+        payload.release()
+        self.master = State(content) if job.averages(index) else content
+        self.keep(version, version)
+
+    def take(self, payload: NamedBuffer, weight: float, base: int | None = None, at: int = 0) -> None:
+        """A contribution becomes a part of the sum."""
+        assert at not in self.parts, f"{self.server.node.name}: shard {self.shard.index}: part {at} is there"
+        payload.content = server_checks.decoded(self.server, self.shard.index, payload.content)
+        self.parts[at] = payload
+
+    def merge(self, left: int, right: int) -> None:
+        """Two parts become one."""
+        part = self.parts[left]
+        part.content = self.server.job.add(part.content, self.parts[right].content)
+        self.discard(right)
+
+    def discard(self, at: int) -> None:
+        """Drop a part."""
+        self.parts.pop(at).release()
+
+    def add(self, payload: NamedBuffer, weight: float, base: int | None = None) -> None:
+        """A contribution joins the only part."""
+        content = server_checks.decoded(self.server, self.shard.index, payload.content)
+        self.parts[0].content = self.server.job.add(self.parts[0].content, content)
+        payload.release()
+
+    def mean(self, total_weight: float) -> None:
+        """The sum, divided."""
+        self.parts[0].content = self.server.job.mean(self.parts[0].content, total_weight)
+
+    def norms(self) -> tuple[float, ...]:
+        """The norm of the finished sum; not finite if a value is not."""
+        norm, at = self._looked
+        return (norm if at < 0 else math.inf,)
+
+    def first_not_finite(self) -> int:
+        """The first word that is not finite."""
+        return self._looked[1]
+
+    @property
+    def _looked(self) -> tuple[float, int]:
+        return self.server.job.look(self.shard.index, self.step, self.parts[0].content)
+
+    def apply(self, update: Apply) -> tuple[Any, int] | None:
+        """Make the next version."""
+        job, index = self.server.job, self.shard.index
+        server_checks.check_applied(self.server, index, update)
+        part = self.parts.pop(0, None)
+        if index == job.scale_shard:
+            self.master = loss_scale.after(self.master, skipped=update.scale is None)
+        elif update.scale is not None:
+            part.content = job.scaled(part.content, update.scale)
+            new = Mean(part.content) if job.averages(index) else None
+            self.master = new or job.update(self.master, part.content, update.version - 1, update.reductions)
+        elif job.averages(index):
+            self.master = Mean(None)
+        self.keep(update.version, update.oldest, update.pinned)
+        if update.replicate:
+            return part, NBYTES
+        if part is not None:
+            part.release()
+        return None
+
+    def abandon(self) -> None:
+        """Discard the sum in progress."""
+        for at in list(self.parts):
+            self.discard(at)
+
+    release = abandon
+
+    def keeps(self, version: int) -> bool:
+        """Can that version be sent?"""
+        return version in self.wire
+
+    def raw(self, version: int) -> tuple[int, Any, int]:
+        """A kept version."""
+        return 0, NamedBuffer(self.wire[version]), NBYTES
+
+    def encoded(self, version: int) -> tuple[int, Any, int]:
+        """What workers get who follow: of a table nothing."""
+        code, buffer, nbytes = self.raw(version)
+        return code, buffer, 0 if self.shard.index in self.server.job.table_shards else nbytes
+
+    def named(self, header: Header) -> Header:
+        """As it is, or as a whole state: else a content says itself what it is."""
+        return header._replace(kind=Kind.STATE) if isinstance(self.wire.get(header.step), State) else header
+
+    def digest(self, before: bytes) -> bytes:
+        """Of the parameters."""
+        return hash(self.master).to_bytes(8, "little", signed=True)
+
+    def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
+        """The whole state; without `wires` for a snapshot."""
+        stored = self.wire[version] if self.shard.index in self.server.job.buffer_shards and not wires else self.master
+        array = _array(self.server.world, (stored, dict(self.wire) if wires else None))
+        return ShardRecord(self.shard.index, version, {"master": array}, {}, tuple(clocks))
+
+    def load(self, record: ShardRecord) -> None:
+        """Replace the state."""
+        content, wires = self.server.world.tokens.of(record.arrays["master"])
+        self.master, self.wire = content, dict(wires or ())
+        if wires is None:
+            self.master = State(content) if self.server.job.averages(self.shard.index) else content
+            self.keep(record.version, record.version)
+
+
+def _array(world: World, thing: Any) -> Array:
+    return np.frombuffer(world.tokens.bytes_of(thing), np.uint8)
+
+
+class NamedShards(ShardFactory):
+    """Allocates shards of names."""
+
+    def __init__(self, server: SimulatedServer) -> None:
+        self._server = server
+
+    def allocate(self, index: int) -> Any:
+        return NamedShard(self._server, self._server.job.layout.shards[index])
+
+
+class NothingMore(LinkError):
+    """All that has come is received: a real thread would wait here."""
+
+
+def payload_of(tokens: Tokens, content: Content, nbytes: int = NBYTES) -> memoryview:
+    """So many bytes that stand for a name."""
+    return memoryview(bytearray(tokens.bytes_of(content)[:nbytes]).ljust(nbytes, b"\0"))
+
+
+class WireChannel:
+    """One end of a wire that carries frames, each a header and a name: what `net.channel.Channel` is to real ones.
+
+    What the accepting end sends leaves at once. From the other end (0) payloads leave one after the other, and are read
+    then: who changes them before sends something else.
+
+    Attributes:
+        owed: credits that the other end is owed for its payloads.
+        asked: shard and pull -> the rows, or the step and the replica that it is for.
+    """
+
+    def __init__(self, wire: Wire, end: int, name: str, views: Views | None = None) -> None:
+        """`views`: a frame of a view that has not come waits for it, and what comes behind it too."""
+        self.name, self.number = name, wire.number
+        self.connection = SimpleNamespace(
+            close=lambda: wire.close(end), limit_in_flight=id, share_port=id, pace=id, set_timeout=id
+        )
+        self.wire, self.owed, self.fault = wire, 0, None
+        self.asked: dict[tuple[int, int], Any] = {}
+        self._end, self._views, self._node = end, views, wire.ends[end]
+        self._waiting, self._over, self._owes = deque[Frame](), False, False
+        self._frame: Frame | None = None
+        self._header = Header(Kind.CREDIT)
+        self._paused, self._leaves, self._repeats = False, 0.0, 0
+
+    # ---- receiving ----
+
+    def listen(self, receive: Call, gone: Call, *, owes: bool = False) -> None:
+        """Take what comes from now on. `owes`: its payloads have taken a credit."""
+        self._receive, self._gone, self._owes = receive, gone, owes
+        self.wire.on_message[self._end], self.wire.on_close[self._end] = self._came, self._ended
+
+    def _came(self, frame: Frame) -> None:
+        self._waiting.append(frame)
+        self.drain()
+
+    def _ended(self) -> None:
+        self._over = True
+        if not self._end:
+            self._waiting.clear()
+        self.drain()
+
+    def pause(self, seconds: float, then: Call) -> None:
+        """The payload of the frame in progress takes so long to come; call `then` unless the wire has ended."""
+        self._paused = True
+
+        def whole() -> None:
+            self._paused = False
+            if self.wire.open and not self._over:
+                then()
+                self.drain()
+
+        self._node.later(seconds, whole)
+
+    def drain(self) -> None:
+        """Receive what has come, as far as its views have."""
+        while self._waiting and not self._paused:
+            if self._views is not None and not self._views.knows(self._waiting[0][0].view):
+                return
+            self._frame = self._waiting.popleft()
+            self.owed += self._owes and self._frame[0].kind in (Kind.PUSH, Kind.INITIAL, Kind.STATE)
+            self._receive()
+        if self._over and not self._waiting:
+            self._over, self._paused = False, True
+            self._gone()
+
+    def receive_header(self) -> Header:
+        """The header of the frame that has come; NothingMore after that."""
+        if self._frame is None:
+            raise NothingMore
+        (header, self._content), self._frame = self._frame, None
+        if header.kind is Kind.CREDIT and self._repeats:
+            given = max(0, header.replica - self._repeats)
+            header, self._repeats = header._replace(replica=given), self._repeats - header.replica + given
+        self._header = header
+        return header
+
+    @property
+    def view(self) -> ViewNumber:
+        """Of the frame that was received last."""
+        return self._header.view
+
+    def receive_bytes(self, header: Header) -> bytearray:
+        """Its payload."""
+        if header.kind is Kind.PULL_ROWS:
+            self.asked[header.shard, header.base] = self._content
+            return bytearray(self._content if isinstance(self._content, memoryview) else b"")
+        if self._content is None or isinstance(self._content, bytes | memoryview):
+            return bytearray(self._content or b"")
+        data = bytearray(NBYTES)
+        self.receive_into(memoryview(data))
+        return data
+
+    def receive_into(self, place: Any) -> None:
+        """Its payload, into a buffer, or (what stands for it) into memory."""
+        if isinstance(place, memoryview):
+            if len(place):
+                place[:TOKEN] = self._node.world.tokens.bytes_of(self._content)
+        else:
+            place.content = self._content
+
+    # ---- sending ----
+
+    def send(
+        self, header: Header, payload: Any = None, sent: Call | None = None, *, place: Hashable = None,
+        rank: object = (), urgent: bool = False, left: Call | None = None,
+    ) -> None:  # fmt: skip
+        """Put a frame on the wire."""
+        if header.kind is Kind.CREDIT:
+            self.owed -= header.replica
+            assert self.owed >= 0, f"{self.name} gets a credit too many"
+        world = self._node.world
+
+        def leave() -> None:
+            content = self._content_of(header, payload)
+            self.wire.send(self._end, (header, content), place=place)
+            if header.kind is Kind.PUSH and not self._end and world.random.random() < 0.02:
+                self.wire.send(self._end, (header, content))
+                self._repeats += 1
+            if left is not None:
+                left()
+
+        if self._end or urgent:
+            leave()
+            if sent is not None:
+                sent()
+            return
+        self._leaves = max(self._leaves, world.now + (world.latency() / 4 if payload is not None else 0.0))
+        self._node.later(self._leaves - world.now, leave)
+        if sent is None:
+            return
+
+        def has_left() -> None:
+            self._node.sending -= 1
+            sent()
+
+        self._node.sending += 1
+        self._node.later(self._leaves - world.now + world.latency() / 4, has_left)
+
+    def _content_of(self, header: Header, payload: Any) -> Any:
+        if isinstance(payload, memoryview) and header.kind in (Kind.PUSH, Kind.INITIAL):
+            return self._node.world.tokens.of(payload[:TOKEN]) if len(payload) else None
+        return getattr(payload, "content", payload)
+
+    def refuse(self, reason: str) -> None:
+        """Nobody here says what has to be refused."""
+        raise AssertionError(f"{self.name} is refused: {reason}")
+
+
+class SimulatedDialer:
+    """What `net.dialer.Dialer` is to real processes."""
+
+    trouble = ""
+
+    def __init__(self, *, transport: SimulatedTransport, peer: Member, credentials: Any, calls: Calls, tracer: Tracer):
+        self.peer, self._of, self._node, self._calls = peer, transport, transport.node, calls
+        self._wire: Wire | None = None
+        self._closed, self._lost_at = False, transport.node.world.now
+
+    def start(self) -> None:
+        """Begin to connect."""
+        if not self._closed:
+            hello = (self._of.role, self._node.name, self._calls.view())
+            self._node.world.connect(self._node, self.peer.address, hello, self._up, self._failed)
+
+    def unreachable(self) -> float:
+        """Seconds for which the peer could not be reached; 0.0 while it can."""
+        return 0.0 if self._wire is not None else self._node.world.now - self._lost_at
+
+    def close(self) -> None:
+        """End the link: nothing of it is heard any more."""
+        self._closed = True
+        if self._wire is not None:
+            self._wire.close(0)
+            self._wire = None
+
+    def _failed(self, _: str) -> None:
+        self._node.later(RETRY_S, self.start)
+
+    def _up(self, wire: Wire) -> None:
+        if self._closed:
+            wire.close(0)
+            return
+        self._wire, channel = wire, WireChannel(wire, 0, self.peer.id, self._of.views)
+        self._of.channels[:] = [*(known for known in self._of.channels if known.wire.open), channel]
+
+        def receive() -> None:
+            with suppress(NothingMore):
+                self._calls.serve(cast(Any, channel))
+
+        channel.listen(receive, self._lost)
+        self._calls.up(cast(Any, channel))
+
+    def _lost(self) -> None:
+        self._wire, self._lost_at = None, self._node.world.now
+        self._calls.down(LinkError("it broke"))
+        self.start()
+
+
+@dataclass
+class SimulatedTransport:
+    """How a process reaches others. With `views` what it hears waits for them, in `channels`."""
+
+    node: Node
+    role: str
+    views: Views | None = None
+    channels: list[WireChannel] = field(default_factory=list)
+    dialer: ClassVar[type[SimulatedDialer]] = SimulatedDialer
+
+    @property
+    def context(self) -> ExchangeContext:
+        """What an exchange needs of this process."""
+        me: Any = SimpleNamespace(me=Member(self.node.name, "host"))
+        return ExchangeContext(me, cast(Transport, self), Tracer(self.node.name), lambda said: None)
+
+
+class NamedWriter:
+    """Writes records into the simulated store, each after a while."""
+
+    wants_more = True
+
+    def __init__(self, server: SimulatedServer) -> None:
+        self.caught_up: Callable[[], None] = lambda: None
+        self._server, self._snapshot = server, ""
+
+    @property
+    def takes_records(self) -> bool:
+        """Is a snapshot in progress?"""
+        return bool(self._snapshot)
+
+    def begin(self, snapshot: str, shards: int) -> None:
+        """A snapshot begins."""
+        self._snapshot = snapshot
+
+    def copy(self, record: ShardRecord) -> ShardRecord:
+        """Names do not change."""
+        return record
+
+    def put(self, record: ShardRecord) -> None:
+        """Store a record."""
+        server, snapshot, index = self._server, self._snapshot, record.shard
+        if not snapshot:
+            return
+        states = {replica: server.world.tokens.of(array) for replica, array in record.codec_states.items()}
+        content = (server.world.tokens.of(record.arrays["master"])[0], record.clocks, states)
+
+        def write() -> None:
+            if server.store.write(snapshot, index, record.version, content):
+                server.membership.send(Stored(snapshot, {}, {index: ("", 0, 0, "")}))
+            else:
+                server.membership.send(NotStored(snapshot, "no space left", -1))
+
+        server.node.later(server.world.latency() * 2, write)
+
+    def abandon(self) -> None:
+        """It is not wanted any more."""
+        self._snapshot = ""
+
+
+class NamedRestores(Restores):
+    """Reads from the simulated store, after a while."""
+
+    def __init__(self, server: SimulatedServer) -> None:
+        super().__init__(server.node.name, "", server.reducer_event, lambda text: None)
+        self._server = server
+
+    def begin(self, shards: Sequence[int], origin: str, generation: ViewNumber) -> None:
+        self.cancel()
+        self._missing = set(shards)
+
+        def restored() -> None:
+            for index in shards:
+                if self._server.shell.wants_state(index, generation):
+                    self._server.reducer_event(inbox.Restored(self._read_one(index, origin, generation), generation))
+
+        self._server.node.later(self._server.world.latency() * 4, restored)
+
+    def left_the_inbox(self) -> None:
+        """There is always room."""
+
+    def _read_one(self, index: int, origin: str, generation: ViewNumber) -> ShardRecord:
+        world = self._server.world
+        version, (content, clocks, states) = self._server.store.read(origin, index)
+        kept = {r: _array(world, replace(state, generation=generation)) for r, state in states.items()}
+        return ShardRecord(index, version, {"master": _array(world, (content, None))}, {}, clocks, kept)

@@ -1,0 +1,107 @@
+"""Defects planted in what runs the machines: a server's reducer and its parts, its intake, an aggregator's relay, a
+worker's links. The simulation finds each of them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+
+from rallypoint.aggregator import AggregatorRelay
+from rallypoint.core.shard.effects import Apply
+from rallypoint.core.view import ViewNumber
+from rallypoint.net.channel import Channel
+from rallypoint.server.held import HeldShard
+from rallypoint.server.member import Views
+from rallypoint.server.parts import Followers, PayloadTickets, Pulls
+from rallypoint.server.reducer import Reducer, ShardEffects
+from rallypoint.testing.simulation.policies import parse_policy
+from rallypoint.testing.simulation.run import first_failure
+
+_settle, _apply = PayloadTickets.settle, ShardEffects._apply
+_send_version, _merge = Followers._send_version, AggregatorRelay._merge
+_add, _credit = Pulls.add, PayloadTickets.credit
+
+
+def _credit_twice(self: PayloadTickets, ticket: int, **early: Any) -> Any:
+    channel = self._arrived[ticket].channel
+    buffer = _settle(self, ticket, **early)
+    self.credit(channel)
+    return buffer
+
+
+def _no_credit(self: PayloadTickets, channel: Channel) -> None:
+    if next(_credits) % 50:
+        _credit(self, channel)
+
+
+_credits = itertools.count()
+
+
+def _released_twice(self: PayloadTickets, ticket: int, fault: str) -> None:
+    buffer = self.settle(ticket)
+    buffer.release()
+    buffer.release()
+
+
+def _other_released_twice(self: AggregatorRelay, merge: Any) -> None:
+    other = self._parts[merge.shard, merge.step, merge.right]
+    _merge(self, merge)
+    other.release()
+
+
+def _published_at_once(self: ShardEffects, index: int, owned: HeldShard, effect: Apply) -> None:
+    _apply(self, index, owned, effect)
+    if self._parts.shell.machine.is_primary(index):
+        self._parts.followers.publish(index, effect.version)
+
+
+def _of_any_generation(self: Views, number: ViewNumber) -> bool:
+    return True
+
+
+def _the_version_before(self: Followers, channels: Any, shard: int, version: int, *, asked: bool = False) -> None:
+    owned: Any = self._owned[shard]
+    if asked and owned.keeps(version - 1):
+        owned.wire[version], kept = owned.wire[version - 1], owned.wire[version]
+        _send_version(self, channels, shard, version, asked=asked)
+        owned.wire[version] = kept
+    else:
+        _send_version(self, channels, shard, version, asked=asked)
+
+
+def _nobody_looks_again(self: Pulls, channel: Any, header: Any, ids: Any) -> None:
+    _add(self, channel, header, ids)
+    self.wait = False
+
+
+def _clocks_as_they_are_now(self: Reducer, index: int, version: int, clocks: tuple[int, ...]) -> Any:
+    machine = self.machine.machine(index)
+    assert machine is not None
+    return self._owned[index].state(version, tuple(machine.clocks), wires=False)
+
+
+@pytest.mark.parametrize(("policy", "owner", "name", "bug", "said", "seeds"), [
+    ("sync", PayloadTickets, "settle", _credit_twice, "a credit too many", 3),
+    ("sync", PayloadTickets, "credit", _no_credit, "credits, not", 3),
+    ("sync", PayloadTickets, "drop", _released_twice, "more often than it was held", 20),
+    ("sync", AggregatorRelay, "_merge", _other_released_twice, "more often than it was held", 100),
+    ("sync", ShardEffects, "_apply", _published_at_once, "publishes version", 40),
+    ("sync", Views, "counts", _of_any_generation, "the generation is", 200),
+    ("sync", Followers, "_send_version", _the_version_before, "other bytes", 100),
+    ("tables", Pulls, "add", _nobody_looks_again, "stuck", 20),
+    ("fold:3", Reducer, "_stored_state", _clocks_as_they_are_now, "runs ahead|missing", 400),
+], ids=[
+    "a credit twice", "a credit not at all", "a buffer released twice", "a block released twice",
+    "published before its backup", "a void generation's contribution", "the version before", "a lost wake-up",
+    "clocks of later",
+])  # fmt: skip
+@pytest.mark.some("a credit*", "a buffer*", "published*", "the version*")
+def test_a_defect_planted_in_a_shell_is_found(
+    monkeypatch: pytest.MonkeyPatch, policy: str, owner: Any, name: str, bug: Any, said: str, seeds: int
+) -> None:
+    monkeypatch.setattr(owner, name, bug)
+    found = first_failure(parse_policy(policy), range(seeds))
+    assert re.search(said, found)
