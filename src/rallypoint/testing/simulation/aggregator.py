@@ -16,8 +16,8 @@ from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.names import (
     NamedIntake,
     NamedPool,
+    PlayedViews,
     SimulatedTransport,
-    Views,
     WireChannel,
     named_job,
 )
@@ -37,7 +37,7 @@ class SimulatedAggregator:
     """One aggregator process."""
 
     def __init__(self, world: World, name: str, job: SimulatedJob) -> None:
-        self.node, self.job, self.views = Node(world, name), named_job(job), Views()
+        self.node, self.job, self.views = Node(world, name), named_job(job), PlayedViews()
         plan = self.job.plan
         self.machine = watch(AggregatorMachine(name, plan.expected, plan.cadence, plan.carried), name)
         self.shell: AggregatorShell[Any] = AggregatorShell(self.machine)

@@ -49,7 +49,7 @@ TOKEN = 8  # bytes that stand for a name where memory is real
 Frame = tuple[Header, Any]
 
 
-class Views(member.Views):
+class PlayedViews(member.Views):
     """The views of one member."""
 
     def knows(self, number: ViewNumber) -> bool:
@@ -121,7 +121,7 @@ class _NamedChecks(FrameChecks):
 class NamedIntake(Intake):
     """Reads frames of names."""
 
-    def __init__(self, job: ServerJob, views: Views, put: Callable[[inbox.Event], None], name: str) -> None:
+    def __init__(self, job: ServerJob, views: PlayedViews, put: Callable[[inbox.Event], None], name: str) -> None:
         super().__init__(job, views, cast(Any, put), Tracer(name), (0, 0))
         self._checks = _NamedChecks(job)
         if (audits := job.plan.audits) is not None:
@@ -310,7 +310,7 @@ class WireChannel:
         asked: shard and pull -> the rows, or the step and the replica that it is for.
     """
 
-    def __init__(self, wire: Wire, end: int, name: str, views: Views | None = None) -> None:
+    def __init__(self, wire: Wire, end: int, name: str, views: PlayedViews | None = None) -> None:
         """`views`: a frame of a view that has not come waits for it, and what comes behind it too."""
         self.name, self.number = name, wire.number
         self.connection = SimpleNamespace(
@@ -504,7 +504,7 @@ class SimulatedTransport:
 
     node: Node
     role: str
-    views: Views | None = None
+    views: PlayedViews | None = None
     channels: list[WireChannel] = field(default_factory=list)
     dialer: ClassVar[type[SimulatedDialer]] = SimulatedDialer
 

@@ -24,8 +24,8 @@ from rallypoint.testing.simulation.names import (
     NamedShard,
     NamedShards,
     NamedWriter,
+    PlayedViews,
     SimulatedTransport,
-    Views,
     WireChannel,
     named_job,
 )
@@ -70,7 +70,7 @@ class SimulatedServer:
         self.used: dict[tuple[ViewNumber, int, int, int], int] = {}  # generation, shard, replica, state -> step
         self.leaving = self._folds = False
         self._from: WireChannel  # from which the frame in progress came
-        self._views = Views()
+        self._views = PlayedViews()
         self._job = whole = named_job(job)
         self._intake = NamedIntake(whole, self._views, self._taken, name)
         self.reducer = Reducer(name, whole, self, self._put, Tracer(name), cast(Any, NamedWriter(self)))
