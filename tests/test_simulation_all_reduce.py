@@ -53,7 +53,7 @@ def test_a_model_that_is_still_being_copied_when_all_begin_again_is_whole_all_th
     monkeypatch.setattr(SimulatedWorker, "install_s", 0.5)
     job = SimulatedJob(shards=5, buffers=2, replicas=3, steps=14, compute_s=0.02, sync=AllReduce())
     strikes = tuple(Fault(0.3 + 0.25 * at, "crash", "server", 0.1) for at in range(12))
-    plans = [_plan(seed, job, 4, 2, *strikes, heartbeat=2.0) for seed in range(12)]
+    plans = [_plan(seed, job, 4, 2, *strikes, heartbeat=2.0) for seed in range(16)]
     _play_all(plans)
     monkeypatch.setattr(WorkerMachine, "_rewind", _slots_are_free_at_once)
     with pytest.raises(AssertionError, match="other bytes"):

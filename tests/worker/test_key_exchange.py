@@ -16,6 +16,7 @@ from rallypoint.core.policy import Async
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import JobAborted, StoreRolledBack, UsageError
 from rallypoint.net.frames import Header, Kind
+from rallypoint.worker import keys_exchange
 from rallypoint.worker.exchange.links import ExchangeContext
 from rallypoint.worker.keys import KeySettings, KeyStore, declared
 from rallypoint.worker.keys_exchange import KeyExchange
@@ -68,7 +69,9 @@ class Stage:
         given = cast(KeySettings, {"steps": 9, **settings})
         config, layout = cast(tuple[JobConfig, Layout], declared({"w": (4,)}, given, {}))
         context = cast(ExchangeContext, SimpleNamespace(me="w", say=lambda said: None))
-        self.exchange = KeyExchange(layout, config, context, lambda report: None, cast(Any, self.wires))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(keys_exchange, "Links", lambda *of: self.wires)
+            self.exchange = KeyExchange(layout, config, context, lambda report: None)
         self.exchange.adopt(view(1, 1))
         self.exchange.heard.link_up("s")
         self.done: list[ViewNumber] = []
