@@ -105,12 +105,14 @@ def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
 class Pieces:
     """The words of one shard that lie in several tensors: `parts`, each 1-D fp32, one after the other.
 
-    `own`: nothing else uses this memory. Gradients may be views of one another, or of a script's own tensors: the first
-    change makes new memory.
+    Gradients may be views of one another, or of a script's own tensors: the first change makes new memory.
+
+    Attributes:
+        finite: it is known that each value is finite. Two threads that look one after the other wait for each other.
     """
 
-    def __init__(self, parts: Iterable[torch.Tensor], *, own: bool = False) -> None:
-        self.parts, self._own = list(parts), own
+    def __init__(self, parts: Iterable[torch.Tensor]) -> None:
+        self.parts, self._own, self.finite = list(parts), False, False
 
     def owned(self) -> Pieces:
         """Copy the words, unless the memory is `own`."""
@@ -120,6 +122,7 @@ class Pieces:
 
     def mul_(self, factor: float) -> Pieces:
         """Multiply each value."""
+        self.finite = False
         if self._own:
             torch._foreach_mul_(self.parts, factor)
         else:
@@ -128,6 +131,7 @@ class Pieces:
 
     def add_(self, other: Pieces) -> Pieces:
         """Add another shard's words, cut in the same way."""
+        self.finite = False
         if self._own:
             torch._foreach_add_(self.parts, other.parts)
         else:

@@ -662,7 +662,7 @@ class PiecesSum:
     def first_not_finite(self) -> int:
         """The first word that is not finite; -1 if all are."""
         at = 0
-        for part in self.values.parts:
+        for part in () if self.values.finite else self.values.parts:
             if (found := first_not_finite(part)) >= 0:
                 return at + found
             at += part.numel()

@@ -388,7 +388,10 @@ class Pushes:
         self._sent(send.shard, send.serial)  # the slot is not used: it is free at once
 
     def _whole(self, values: torch.Tensor | Pieces) -> bool:
-        return not self._examines or all(map(all_finite, values.parts if isinstance(values, Pieces) else (values,)))
+        if self._examines and isinstance(values, Pieces):
+            values.finite = all(map(all_finite, values.parts))
+            return values.finite
+        return not self._examines or all_finite(values)  # type: ignore[arg-type]
 
     def _header(self, send: machine.Send, nbytes: int, weight: float, *, whole: bool) -> Header:
         return Header(
