@@ -25,7 +25,7 @@ from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.habits import script_line
 from rallypoint.worker.loop.own import WorkerOptimizer
 from rallypoint.worker.membership import Stopping
-from rallypoint.worker.ranks.followers import RankFollowers
+from rallypoint.worker.ranks.followers import OtherRanks, RankFollowers
 from rallypoint.worker.sources.hooks import DeltaSource, Staging
 from rallypoint.worker.sources.streamed import StreamedParameters
 from rallypoint.worker.tensors import ModelTensors, check_apart
@@ -78,7 +78,7 @@ class Parts:
     @property
     def alone(self) -> bool:
         """True if this worker is one process."""
-        return isinstance(self.followers, RankFollowers)
+        return not isinstance(self.followers, OtherRanks)
 
 
 # ---- The guard of the model ----
