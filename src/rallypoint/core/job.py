@@ -97,6 +97,21 @@ class JobRecord(msgspec.Struct, frozen=True):
         return not alone and quorum is None and bool(self.config.get("network", {}).get("presum_bytes", 1))
 
     @property
+    def in_place(self) -> bool:
+        """True if a server of the worker's own process may step the model, or make the mean of its gradients, where
+        they lie.
+
+        Not where servers keep parameters in another form, or need a shard's words in one piece, or contributions that
+        are not the sum of all replicas.
+        """
+        part = {
+            Feature.AVERAGE, Feature.MUON, Feature.DOWN, Feature.HOLD, Feature.FINGERPRINTS, Feature.AUDIT,
+            Feature.SUMS, Feature.TABLES, Feature.KEYED,
+        }  # fmt: skip
+        modes = (ModeName.SYNC, ModeName.ALL_REDUCE)
+        return self.mode.name in modes and self.adds_up and not part.intersection(self.features)
+
+    @property
     def audits(self) -> bool:
         """True if some contributions are computed by two workers: each tells what its kernels give for a probe."""
         return bool(self.config.get("audit", {}).get("share"))

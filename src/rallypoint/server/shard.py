@@ -276,9 +276,11 @@ class AveragedShard:
     measured = True
     loss_scale = 0.0
 
-    def __init__(self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch) -> None:
+    def __init__(
+        self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch, sum: PiecesSum | None = None
+    ) -> None:
         self.shard = shard
-        self._sum = GradientSum(shard.words)
+        self._sum: GradientSum | PiecesSum = sum or GradientSum(shard.words)
         self._wire = WireCopies(shard, config, pool, scratch)
         self._begun_at, self._begun_bytes = -1, 0
         self._skipped: set[int] = set()
@@ -309,6 +311,7 @@ class AveragedShard:
         return None
 
     def _finished(self, scale: float) -> Buffer:
+        assert isinstance(self._sum, GradientSum)
         if scale != 1.0:
             self._sum.values.mul_(scale)
         return self._sum.leave()
@@ -776,15 +779,8 @@ class InPlaceMean(AveragedShard):
     def __init__(
         self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch, model: InPlace, nothing: Buffer
     ) -> None:
-        super().__init__(shard, config, pool, scratch)
         self._model, self._nothing, self._pieces = model, nothing, PiecesSum(shard.index, model)
-        self.mean, self.norms, self.abandon = self._pieces.mean, self._pieces.norms, self._pieces.abandon
-        self.merge, self.discard = self._pieces.merge, self._pieces.discard
-        self.first_not_finite = self._pieces.first_not_finite
-
-    def take(self, payload: Buffer, weight: float, base: int | None = None, at: int = 0) -> None:
-        """Make the model's gradient the sum."""
-        self._pieces.take(payload, weight)
+        super().__init__(shard, config, pool, scratch, self._pieces)
 
     def _finished(self, scale: float) -> Buffer:
         gradient = self._pieces.leave()

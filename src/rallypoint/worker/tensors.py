@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rallypoint.config import JobConfig, Settings, group_of, matrices_of, ranks_of
 from rallypoint.core.layout import DTYPE_BYTES, Entry, Layout, Shard, TensorSpec, build_layout, carried_by
-from rallypoint.core.modes import Feature, ModeName, why_not
+from rallypoint.core.modes import Feature, why_not
 from rallypoint.core.optimizer import ENTRY
 from rallypoint.errors import ConfigError, ModelError, UsageError
 from rallypoint.optim import Pieces, refusal
@@ -370,12 +371,6 @@ class Placed:
         return raw.view(self.tensor.dtype).view(self.entry.spec.shape)
 
 
-_NOT_IN_PLACE = {
-    Feature.AVERAGE, Feature.MUON, Feature.CODEC, Feature.DOWN, Feature.HOLD, Feature.FINGERPRINTS, Feature.AUDIT,
-    Feature.SUMS, Feature.TABLES, Feature.STREAMED, Feature.KEYED,
-}  # fmt: skip
-
-
 class ModelTensors:
     """The trainable parameters (tied ones once), the shared buffers and the frozen parameters of a model.
 
@@ -472,57 +467,52 @@ class ModelTensors:
             for placed in self.buffers:
                 placed.tensor.copy_(placed.of(vector))
 
-    def in_place(self, config: JobConfig) -> dict[int, Pieces]:
-        """The shards of parameters that a server of this process may step where they lie: all of them, or none.
+    @cached_property
+    def cut(self) -> dict[int, list[tuple[Placed, int, int]]]:
+        """By shard of parameters: `parts_in`."""
+        return {shard.index: self.parts_in(shard) for shard in self.layout.shards if shard.role == "parameters"}
 
-        Where the worker steps (AllReduce), the server makes the mean of the gradients where they lie.
-        Not parameters that servers keep in another form, and no job whose servers need a shard's words in one piece, or
-        contributions that are not the sum of all replicas. Fused kernels would give other bytes.
-        """
-        sums = config.mode.name in (ModeName.SYNC, ModeName.ALL_REDUCE) and config.policy.tree
-        if not sums or _NOT_IN_PLACE & config.features or getattr(config.optimizer, "fused", False):
-            return {}
-        for placed in self.parameters:
-            tensor = placed.tensor
-            plain = type(tensor) is torch.nn.Parameter and tensor.dtype is torch.float32 and tensor.is_contiguous()
-            if not plain or tensor.device.type != "cpu":
-                return {}
+    def pieces_of(self, values: Callable[[Placed], torch.Tensor]) -> dict[int, Pieces]:
+        """By shard: what `values` returns of each parameter (1-D, all of its words), cut as shards are."""
+        flat = {id(placed): values(placed) for placed in self.parameters}
         return {
-            shard.index: Pieces(
-                placed.words()[start - placed.entry.start : stop - placed.entry.start]
-                for placed, start, stop in self.parts_in(shard) if start < stop
-            )
-            for shard in self.layout.shards if shard.role == "parameters"
-        }  # fmt: skip
+            shard: Pieces(flat[id(p)][start - p.entry.start : stop - p.entry.start] for p, start, stop in parts)
+            for shard, parts in self.cut.items()
+        }
+
+    def in_place(self) -> dict[int, Pieces]:
+        """The parameters, by shard, for a server that steps them where they lie; none if servers keep other bytes."""
+        plain = all(
+            type(one) is torch.nn.Parameter and one.dtype is torch.float32 and one.is_contiguous() and one.is_cpu
+            for one in (placed.tensor for placed in self.parameters)
+        )
+        return self.pieces_of(Placed.words) if plain else {}
 
     @torch.no_grad()
     def follow(self, pieces: Mapping[int, Pieces]) -> None:
         """Copy what is stepped in place into parameters that a script has given other memory (``.data = ...``)."""
-        for index, shard in pieces.items():
-            parts = [part for part in self.parts_in(self.layout.shards[index]) if part[1] < part[2]]
-            for (placed, start, _), words in zip(parts, shard.parts, strict=True):
+        for shard, parts in self.cut.items():
+            for (placed, start, _), words in zip(parts, pieces[shard].parts, strict=True):
                 first = placed.tensor.data_ptr() + 4 * (start - placed.entry.start)
                 if first != words.data_ptr() or not placed.tensor.is_contiguous():
                     placed.write(start, words)
 
     def set_gradients(self, pieces: Mapping[int, Pieces]) -> None:
-        """Set ``.grad`` of each parameter from the shards' pieces (see `in_place`), in their memory if it is in one."""
+        """Set ``.grad`` of each parameter from the shards' pieces, in their memory if it is in one."""
         of: dict[int, list[torch.Tensor]] = {id(placed): [] for placed in self.parameters}
-        for index in sorted(pieces):
-            parts = [placed for placed, start, stop in self.parts_in(self.layout.shards[index]) if start < stop]
-            for placed, part in zip(parts, pieces[index].parts, strict=True):
+        for shard, parts in self.cut.items():
+            for (placed, _, _), part in zip(parts, pieces[shard].parts, strict=True):
                 of[id(placed)].append(part)
         for placed in self.parameters:
-            found = of[id(placed)]
-            follow = bool(found) and all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(found))
-            empty = torch.zeros(0, dtype=torch.float32, device="cpu")
-            flat = found[0].as_strided((placed.tensor.numel(),), (1,)) if follow else torch.cat(found or [empty])
+            found = of[id(placed)] or [torch.zeros(0, dtype=torch.float32, device="cpu")]
+            follow = all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(found))
+            flat = found[0].as_strided((placed.tensor.numel(),), (1,)) if follow else torch.cat(found)
             placed.tensor.grad = flat.view(placed.tensor.shape)
 
     def parts_in(self, shard: Shard) -> list[tuple[Placed, int, int]]:
         """The parameters in a shard, each with its first word and the word after its last (words of the vector)."""
-        touching = [p for p in self.parameters if p.entry.start < shard.stop and shard.start < p.entry.stop]
-        return [(p, max(p.entry.start, shard.start), min(p.entry.stop, shard.stop)) for p in touching]
+        found = ((p, max(p.entry.start, shard.start), min(p.entry.stop, shard.stop)) for p in self.parameters)
+        return [(placed, start, stop) for placed, start, stop in found if start < stop]
 
 
 def weights_hash(model: torch.nn.Module) -> str:

@@ -193,8 +193,9 @@ class Job(MemberMessages):
         whole = lead is None and config.memory.parameters != "streamed"
         self._first = digest_of(tensors.layout, tensors.part) if whole else b""
         self._kernels = kernels_of(tensors.device) if record.audits else b""
-        if self._in_place is not None and lead is None:
-            self._in_place.parameters = tensors.in_place(config)
+        fused = getattr(config.optimizer, "fused", False)  # its kernels give other bytes for pieces
+        if self._in_place is not None and lead is None and record.in_place and not fused:
+            self._in_place.parameters = tensors.in_place()
             if optimizer is not None:
                 optimizer.means = self._in_place.means
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)

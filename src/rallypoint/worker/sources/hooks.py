@@ -16,7 +16,6 @@ from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ModelError, UsageError
-from rallypoint.optim import Pieces
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.tensors import ModelTensors, Placed
@@ -609,17 +608,11 @@ class InPlaceGradients(GradientHooks):
         super()._finish_unused(index, placed)
 
     def _send_last(self) -> None:
-        flat = [self._own[index].reshape(-1) for index in range(len(self._tensors.parameters))]
+        of = {id(placed): self._own[index].reshape(-1) for index, placed in enumerate(self._tensors.parameters)}
         self._own.clear()
-        parts: dict[int, list[torch.Tensor]] = {shard: [] for shard in self._exchange.in_place.parameters}
-        for values, placed, shards in zip(flat, self._tensors.parameters, self._shards_of, strict=True):
-            for shard in shards:
-                place, entry = self._exchange.layout.shards[shard], placed.entry
-                start, stop = max(entry.start, place.start), min(entry.stop, place.stop)
-                parts[shard].append(values[start - entry.start : stop - entry.start])
-        for shard, gradient in parts.items():
+        for shard, gradient in self._tensors.pieces_of(lambda placed: of[id(placed)]).items():
             if self._claim(shard):
-                self._exchange.in_place.gradients[shard] = Pieces(gradient)
+                self._exchange.in_place.gradients[shard] = gradient
                 self._exchange.replica.filled(shard)
 
 
