@@ -1,10 +1,10 @@
 """What `python train.py` alone costs: a transformer of 10.9 M parameters, against plain PyTorch with the same loop.
 
-    python benchmarks/alone.py                      # batches of 4 and 32 sequences, 3 rounds: about 3 minutes
+    python benchmarks/alone.py                      # batches of 4 and 32 sequences, 3 rounds: about 5 minutes
     python benchmarks/alone.py --batch 4 --rounds 1 --steps 8 --json alone.json
 
-Each round is two processes, plain PyTorch and a job, with torch's own number of threads. The figures are medians of a
-step, and the process's memory at its peak.
+Each round is plain PyTorch, a job alone in its process, and `rallypoint run` with one worker and one server, each with
+torch's own number of threads. The figures are medians of a step, and the process's memory at its peak.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
@@ -73,6 +74,19 @@ def play(job: bool, batch: int, steps: int) -> dict[str, float]:
     return {"seconds": statistics.median(seconds[_WARM:]), "MB": round(peak)}
 
 
+def measured(kind: str, batch: int, steps: int) -> dict[str, float]:
+    """One of the programs, in processes of its own."""
+    member = [__file__, "--member", "plain" if kind == "plain" else "job", "--batch", str(batch), "--steps", str(steps)]
+    with tempfile.TemporaryDirectory() as folder:
+        run = ["-m", "rallypoint.cli", "run", "--folder", f"{folder}/run", "--workers", "1", "--servers", "1"]
+        run += ["--threads", str(torch.get_num_threads())]
+        command = [sys.executable, *(run if kind == "run" else ()), *member]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"seconds"'))
+    found: dict[str, float] = json.loads(line)
+    return found
+
+
 def main(
     batch: Annotated[list[int] | None, typer.Option(help="Sequences of a step; may be repeated.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Plain and job, so often.")] = 3,
@@ -88,18 +102,18 @@ def main(
     figures: dict[str, list[dict[str, float]]] = {}
     for size in batches:
         for _ in range(rounds):
-            for kind in ("plain", "job"):
-                command = [sys.executable, __file__, "--member", kind, "--batch", str(size), "--steps", str(steps)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                figures.setdefault(f"{kind} {size}", []).append(json.loads(done.stdout.splitlines()[-1]))
-        plain, job = (figures[f"{kind} {size}"] for kind in ("plain", "job"))
-        ratios = [ours["seconds"] / theirs["seconds"] for ours, theirs in zip(job, plain, strict=True)]
-        print(
-            f"batch {size}: plain {statistics.median(one['seconds'] for one in plain):.3f} s, "
-            f"{plain[0]['MB']:.0f} MB; alone {statistics.median(one['seconds'] for one in job):.3f} s, "
-            f"{job[0]['MB']:.0f} MB; {statistics.median(ratios):.2f} x [{min(ratios):.2f}..{max(ratios):.2f}]",
-            flush=True,
-        )
+            for kind in ("plain", "job", "run"):
+                figures.setdefault(f"{kind} {size}", []).append(measured(kind, size, steps))
+        plain = figures[f"plain {size}"]
+        for kind in ("plain", "job", "run"):
+            ours = figures[f"{kind} {size}"]
+            ratios = [own["seconds"] / theirs["seconds"] for own, theirs in zip(ours, plain, strict=True)]
+            print(
+                f"batch {size}, {kind}: {statistics.median(one['seconds'] for one in ours):.3f} s, "
+                f"{ours[0]['MB']:.0f} MB; {statistics.median(ratios):.2f} x plain "
+                f"[{min(ratios):.2f}..{max(ratios):.2f}]",
+                flush=True,
+            )
     if to is not None:
         to.write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -35,13 +35,20 @@ IMPORT = "RALLYPOINT_IMPORT"  # the file with the task of an import: see `launch
 ANNOUNCE = "RALLYPOINT_ANNOUNCE"
 ANSWERS_AT = "health checks are answered at "  # the beginning of the line in which a process says where
 JOB_FAILED = "the job failed: "  # the beginning of the line in which a coordinator says why, as JSON
-_THREADS = "OMP_NUM_THREADS"  # read by OpenMP
+_THREADS, _SPINS, _WAITING = "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"  # read by OpenMP
 LISTENS_AT = "the coordinator listens at "  # the beginning of the line that a coordinator prints when it is ready
 
 
 def with_threads(number: int) -> dict[str, str]:
-    """Return what gives a process so many intra-op threads before it has joined a job, which says how many it has."""
-    return {_THREADS: str(number), "MKL_NUM_THREADS": str(number)}
+    """Return what gives a process so many intra-op threads before it has joined a job, which says how many it has.
+
+    Threads of a team wait for each other by spinning, for milliseconds: a server of the same machine would wait for
+    their cores meanwhile. So they spin less, if the user's own environment does not say how they wait.
+    """
+    found = {_THREADS: str(number), "MKL_NUM_THREADS": str(number)}
+    if number > 1 and os.environ.keys().isdisjoint((_SPINS, _WAITING)):
+        found[_SPINS] = "1000"
+    return found
 
 
 def threads_of(env: Mapping[str, str]) -> int:
