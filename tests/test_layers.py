@@ -51,13 +51,19 @@ NOT_IN_CORE = {
 
 
 @cache
-def modules() -> dict[str, ast.Module]:
-    """Every module of the package, by its dotted name without `rallypoint.`."""
+def paths() -> dict[str, Path]:
+    """Every module's file, by the module's dotted name without `rallypoint.`."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text(), str(path))
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package. Not while tests are collected: every process of them would wait for it."""
+    return {name: ast.parse(path.read_text(), str(path)) for name, path in paths().items()}
 
 
 def targets(node: ast.stmt | ast.AST, here: str) -> Iterator[str]:
@@ -75,7 +81,7 @@ def ours(target: str) -> str | None:
     if target != "rallypoint" and not target.startswith("rallypoint."):
         return None
     name = target.removeprefix("rallypoint").removeprefix(".")
-    while name not in modules():
+    while name not in paths():
         name = name.rpartition(".")[0]
     return name
 
@@ -141,7 +147,7 @@ def test_every_layer_in_the_table_is_named_once() -> None:
     assert {name for name in unknown if not (SOURCE / name).is_dir()} <= {"codec", "store"}
 
 
-@pytest.mark.parametrize("module", [name for name in modules() if folder(name) in ("core", "errors")])
+@pytest.mark.parametrize("module", [name for name in paths() if folder(name) in ("core", "errors")])
 def test_what_decides_touches_no_mechanism(module: str) -> None:
     roots = {target.partition(".")[0] for node in ast.walk(modules()[module]) for target in targets(node, module)}
     assert not roots & NOT_IN_CORE, f"{module} is to be pure, but imports {', '.join(sorted(roots & NOT_IN_CORE))}"

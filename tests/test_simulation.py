@@ -74,7 +74,7 @@ def _fresh(share: int = 1) -> range:
     return range(first, first + count)
 
 
-@pytest.mark.parametrize("seeds", [FIXED, _fresh()], ids=["fixed", "fresh"])
+@pytest.mark.parametrize("seeds", [FIXED[::2], FIXED[1::2], _fresh()], ids=["fixed", "more", "fresh"])
 @pytest.mark.some("fixed")
 def test_whatever_fails_the_run_ends_with_the_bytes_of_an_undisturbed_one(seeds: range) -> None:
     _play_seeds(seeds, Sync())
@@ -392,7 +392,7 @@ def test_a_stale_verdict_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 POISONED = (Sync(), BoundedStaleness(1), Async(), Async(fold=3), Sync(quorum=2), AllReduce(), TURNS[0])
 
 
-@pytest.mark.some("fixed-sync")
+@pytest.mark.some("fixed-quorum*")
 @pytest.mark.parametrize("sync", POISONED, ids=word_for)
 @pytest.mark.parametrize("seeds", [FIXED_OTHERS, _fresh(len(POISONED))], ids=["fixed", "fresh"])
 def test_a_gradient_that_is_not_finite_ends_the_job_with_a_sentence_and_is_never_published(
@@ -485,7 +485,7 @@ def _the_end_is_nothing_special(self: Cadence, shard: int, tick: int) -> int:
     return tick + (turn.first - tick) % turn.every
 
 
-@pytest.mark.some("Forest-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "bug"), [
     (WorkerMachine, "_in_place", _any_version_of_a_shard_will_do),
     (Cadence, "next_due", _the_end_is_nothing_special),
@@ -557,7 +557,7 @@ def test_a_replica_computed_by_two_workers_counts_once() -> None:
     assert sum(result.recomputed for result in results) > 0  # else this has proven nothing
 
 
-@pytest.mark.some("skip")
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "ahead"), [
     (SimulatedJob(shards=5, buffers=2, replicas=2, clip=0.7, compute_s=0.005), True),
     # None can run ahead of a decision.

@@ -17,6 +17,7 @@ FIXED = range(3, 11)
 ENOUGH = range(40)  # seeds within which a planted bug has to be found
 
 
+@pytest.mark.some("all-reduce")
 @pytest.mark.parametrize("sync", [Sync(), AllReduce()], ids=["sync", "all-reduce"])
 def test_whatever_fails_the_bytes_are_those_of_an_undisturbed_run(sync: Sync | AllReduce) -> None:
     plans = [make_plan(seed, Carrying(sync)) for seed in FIXED]

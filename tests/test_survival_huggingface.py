@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from test_survival import AT, SCRIPT, Cluster, undisturbed_run
 
-pytest.importorskip("datasets", reason="Hugging Face's streams need `pip install datasets`")
-pytestmark = [pytest.mark.programs, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.programs, pytest.mark.slow,
+    pytest.mark.skipif(find_spec("datasets") is None, reason="Hugging Face's streams need `pip install datasets`"),
+]  # fmt: skip
 
 ENDS = 20  # with this step: each of three parts has 80 rows in two passes, and a step takes four
 STREAM = "rp.Stream(rows.shuffle(seed=4, buffer_size=10), parts=3, passes=2)"

@@ -15,13 +15,17 @@ from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.spec import given
 
-datasets = pytest.importorskip("datasets", reason="Hugging Face's streams need `pip install datasets`")
-
 FILES, ROWS = 4, 12
 
 
+@pytest.fixture(autouse=True)
+def datasets() -> Any:
+    """The library: imported by the first test, since it takes a second."""
+    return pytest.importorskip("datasets", reason="Hugging Face's streams need `pip install datasets`")
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(datasets: Any, tmp_path: Path) -> Path:
     """Four files of JSON lines, and the same rows as Parquet."""
     for file in range(FILES):
         rows = [{"n": file * ROWS + row, "text": f"row {row}"} for row in range(ROWS)]
@@ -31,6 +35,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def opened(kind: str, folder: Path) -> Any:
+    import datasets
+
     ends = {"json": "jsonl", "parquet": "parquet"}[kind]
     files = [str(folder / f"{file}.{ends}") for file in range(FILES)]
     return datasets.load_dataset(kind, data_files=files, split="train", streaming=True, cache_dir=str(folder / "cache"))
@@ -76,6 +82,8 @@ def test_its_shuffle_is_another_one_in_each_pass_and_the_same_whoever_reads(fold
 
 
 def test_a_generated_one_that_is_mapped_and_filtered_is_taken_as_it_is() -> None:
+    import datasets
+
     data = datasets.IterableDataset.from_generator(generated, gen_kwargs={"shards": list(range(FILES))})
     data = data.map(lambda row: {"twice": 2 * row["n"]}).filter(lambda row: row["n"] % 3 == 0)
     taken = given(data)

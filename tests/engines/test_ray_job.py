@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from rallypoint.launch.console import RunConsole
 from rallypoint.launch.plan import HERE, Launch, read_plan
 from rallypoint.launch.run import ClusterRun, launch
 
-pytest.importorskip("ray")
-pytestmark = [pytest.mark.programs, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.programs, pytest.mark.slow, pytest.mark.timeout(900),
+    pytest.mark.skipif(find_spec("ray") is None, reason="no ray: pip install ray"),
+]  # fmt: skip
 
 # From step 60 on it waits for a file: until then a test has done what it is about.
 SCRIPT = """

@@ -134,7 +134,8 @@ def test_a_backward_pass_may_read_a_parameter_whose_gradient_is_complete() -> No
 
 
 @pytest.mark.parametrize(
-    ("clip", "last", "reaches"), [(None, 3, False), (0.1, 3, False), (None, 7, False), (None, 7, True), (None, 8, False)]
+    ("clip", "last", "reaches"),
+    [(None, 3, False), (0.1, 3, False), (None, 7, False), (None, 7, True), (None, 8, False)],
 )
 def test_a_link_that_breaks_among_the_shards_of_a_step_changes_no_byte(
     monkeypatch: pytest.MonkeyPatch, clip: float | None, last: int, reaches: bool

@@ -14,9 +14,6 @@ import pytest
 import rallypoint as rp
 from rallypoint.errors import DataError
 
-moto_server = pytest.importorskip("moto.server", reason="no moto: pip install 'moto[server]'")
-pytest.importorskip("s3fs", reason="no s3fs: pip install s3fs")
-
 pytestmark = pytest.mark.slow  # starts a web server, and imports botocore
 
 FILES, ROWS, GROUP = 3, 200, 50
@@ -26,6 +23,8 @@ FILES, ROWS, GROUP = 3, 200, 50
 def options(monkeypatch: Any) -> Iterator[dict[str, Any]]:
     for name, value in (("ACCESS_KEY_ID", "test"), ("SECRET_ACCESS_KEY", "test"), ("DEFAULT_REGION", "us-east-1")):
         monkeypatch.setenv(f"AWS_{name}", value)
+    pytest.importorskip("s3fs", reason="no s3fs: pip install s3fs")
+    moto_server = pytest.importorskip("moto.server", reason="no moto: pip install 'moto[server]'")
     server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     try:
