@@ -147,7 +147,7 @@ def test_four_machines_without_gpus_are_asked_for_as_the_help_says() -> None:
     assert "1x8 is one host with 8" in help
     assert "4 machines without GPUs: rallypoint plan --model 20M --gpus 4 --link 1Gbit --compute 2s" in help
     text = said("plan", "--model", "20M", "--gpus", "4", "--link", "1Gbit", "--compute", "2s")
-    assert text.startswith("20 M parameters (K = 80 MB), 4 GPUs, computing 2 s a step; 1 Gbit/s")
+    assert text.startswith("20 M parameters (K = 80 MB), 4 GPUs on 4 hosts, computing 2 s a step; 1 Gbit/s")
 
 
 def test_ddp_and_fsdp_are_in_the_table_however_many_rows_there_are() -> None:

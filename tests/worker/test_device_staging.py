@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from rallypoint.codec.spec import Bf16
 from rallypoint.config import resolve
 from rallypoint.core.optimizer import AdamW
-from rallypoint.core.policy import BoundedStaleness
+from rallypoint.core.policy import AllReduce, BoundedStaleness, LocalSteps
 from rallypoint.core.worker.aligned import OverlapMachine
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.pool import words_of_memory
@@ -286,7 +286,7 @@ def _train(model: torch.nn.Module, stop: int, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("settings", [
     {}, {"clip": 1.0}, {"accumulate": 4, "batch": 8}, {"nonfinite": "skip"}, HELD,
     {**HELD, "accumulate": 4, "batch": 8}, {**HELD, "stop": 3}, {"codec": Bf16(), "down": Bf16(), "clip": 0.1},
-    {**HELD, "sync": BoundedStaleness(0)},
+    {**HELD, "sync": BoundedStaleness(0)}, {"sync": AllReduce(), "clip": 0.1}, {"sync": LocalSteps(2)},
 ], ids=str)  # fmt: skip
 def test_a_device_that_copies_late_changes_no_byte(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     """Of bf16 parameters too: autograd would add up micro-batches' gradients in bf16, a slot in fp32. Where bf16

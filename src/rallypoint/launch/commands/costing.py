@@ -446,7 +446,7 @@ def _fields(one: Candidate) -> dict[str, Any]:
 def _title(question: Question) -> str:
     work, machines = question.workload, question.machines
     gpus = "1 GPU" if machines.gpus == 1 else f"{machines.gpus} GPUs"
-    hosts = "" if machines.per_host == 1 else " on 1 host" if machines.hosts == 1 else f" on {machines.hosts} hosts"
+    hosts = " on 1 host" if machines.hosts == 1 else f" on {machines.hosts} hosts"
     each = "" if question.replicas == 1 else f", {question.replicas} replicas each"
     rounds = "" if work.steps == 1 else f", synchronised every {work.steps} steps"
     return (
