@@ -3,6 +3,7 @@ says of its mode."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from rallypoint.core.policy import AllReduce, Async, LocalSteps
 from rallypoint.core.protocol import Welcome
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.worker.loop import session
 from rallypoint.worker.loop.session import mode_said
 
 FACTS = Welcome(workers=4, servers=4)
@@ -90,10 +92,10 @@ def test_shards_are_never_larger_than_the_default_nor_smaller_than_32_kib() -> N
 LAYOUT = build_layout([TensorSpec("w", (50_000_000,), "float32", 0)])
 
 
-def mode(device: str = "cuda", hosts: tuple[str, ...] = ("a",), ranks: int = 1, **settings: Any) -> str:
+def mode(device: str = "cuda", hosts: tuple[str, ...] = ("a",), ranks: int = 1, views: int = 1, **settings: Any) -> str:
     workers = tuple(Member(f"w{number}", host, incarnation=1) for number, host in enumerate(hosts))
-    number, servers = ViewNumber(1, 1), (Member("s", "a", "nobody:1", 1),)
-    view = View(number, number, workers, servers, (), {}, {}, uploader="w0", contributors={})
+    servers = (Member("s", "a", "nobody:1", 1),)
+    view = View(ViewNumber(1, views), ViewNumber(1, 1), workers, servers, (), {}, {}, uploader="w0", contributors={})
     record = record_of(resolve({"replicas": 4, **settings}), LAYOUT)
     welcome = Welcome(workers=len(hosts), servers=2)
     return mode_said(record, view, welcome, torch.device(device), ranks)
@@ -112,6 +114,7 @@ def test_a_job_on_gpus_is_told_which_mode_suits_its_machines() -> None:
     assert "(--ranks 8)" in mode(hosts=("a",) * 8)
     assert "rp.Sync(), the default" in mode(hosts=("a", "b", "c", "d"))
     assert "with workers of 2 ranks" in mode(ranks=2)
+    assert mode(views=2) == "", "a worker that comes back says nothing: it has been said"
 
 
 def test_a_job_on_processors_is_told_nothing() -> None:
@@ -134,3 +137,15 @@ def test_python_train_py_alone_on_processors_says_nothing_of_modes(capfd: pytest
             with micro:
                 micro.backward(model(micro.batch[0]).sum())
     assert "mode" not in "".join(capfd.readouterr())
+
+
+def test_what_is_said_of_the_mode_is_an_event_of_the_run_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A job on a GPU, of which only the sentence is played."""
+    monkeypatch.setattr(session, "mode_said", lambda *of: "with servers, the mode is X")
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4))
+    model = torch.nn.Linear(4, 1)
+    with EmbeddedJob(folder=str(tmp_path)) as job:
+        for micro in job.train(model, data, replicas=1, batch=4, steps=2, optimizer=SGD(lr=0.1)):
+            with micro:
+                micro.backward(model(micro.batch[0]).sum())
+    assert (tmp_path / "events.jsonl").read_text().count("with servers, the mode is X") == 1

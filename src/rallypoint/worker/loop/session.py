@@ -76,8 +76,8 @@ def trained_bytes(model: torch.nn.Module) -> int:
 
 def mode_said(record: JobRecord, view: View, welcome: Welcome, device: torch.device, ranks: int) -> str:
     """A sentence on the mode that suits these machines, as `rallypoint plan` says it. "" if there is no GPU (on
-    processors the default is right), or if what the job uses works in one of the modes only."""
-    if device.type != "cuda" or not record.anybody_steps:
+    processors the default is right), if the job has begun before, or if what it uses works in one mode only."""
+    if device.type != "cuda" or view.number != view.generation or not record.anybody_steps:
         return ""
     hosts, homes = ({member.host for member in members} for members in (view.workers, view.servers))
     nbytes = sum(shard.nbytes for shard in record.layout.shards if shard.role == "parameters")
