@@ -10,6 +10,7 @@ On spot machines: --workers 1000 --servers 100 --standby 20 --spot 1 --taken 1d 
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -22,8 +23,8 @@ from rich.progress import Progress
 from rallypoint.core.plan.failures import NEVER
 from rallypoint.core.plan.site import Rates
 from rallypoint.core.plan.workload import SENT_BYTES, Workload, transformer
-from rallypoint.errors import ConfigError, RallypointError, UsageError
-from rallypoint.launch.commands.costing import check_chart, count_of, rate_of, seconds_of
+from rallypoint.errors import ConfigError, RallypointError, UsageError, to_install
+from rallypoint.launch.commands.costing import count_of, rate_of, seconds_of
 from rallypoint.launch.options import with_options
 from rallypoint.launch.plan import option
 from scale_cluster import ONE_SITE, Play, PlayOutcome, Scenario, Sites, Size, sites_seconds
@@ -185,10 +186,21 @@ def limits_of(scenario: Scenario) -> dict[str, float]:
     return limits
 
 
+def check_plot(path: Path) -> None:
+    """UsageError if matplotlib is not installed, `path` has no ending that it knows, or its folder does not exist."""
+    kinds = (".png", ".svg", ".pdf")
+    if path.suffix not in kinds:
+        raise UsageError(f"--plot {path}: name a file that ends with {', '.join(kinds)}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no folder {path.parent}; make it first")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(f"--plot needs matplotlib: {to_install('plots')}")
+
+
 def answer(options: ScaleOptions, console: Console) -> None:
     """Play the scenario of these options and print what came of it. Errors are those of `scenario_of`."""
     if options.plot is not None:
-        check_chart(options.plot)
+        check_plot(options.plot)
     scenario = scenario_of(options)
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("steps", total=scenario.steps)

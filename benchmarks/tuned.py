@@ -176,7 +176,7 @@ def measure(name: str, found: Found, path: Path, times: tuple[int, int, float], 
     """The jobs of one set-up that are not in the file yet, until the time is over."""
     steps, warm_up, end = times
     workers, servers, rate = SETUPS[name].case
-    shards = shards_for(int(SETUPS[name].megabytes * 1e6), workers, servers).shard_bytes
+    shards = shards_for(int(SETUPS[name].megabytes * 1e6), workers, servers)[0]
     if not _missing(name, found):
         return
     with site(Case(workers, servers, rate)) as at:

@@ -41,7 +41,7 @@ LONG_SIGNATURES = {
 }
 BUDGETS = {
     "commands": 24,
-    "distinct options": 88,
+    "distinct options": 86,
     "settings of job.train": 24,
     "rows of the feature table": 34,
     "refused pairs": 48,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from contextlib import closing
@@ -33,7 +32,6 @@ from rallypoint.launch.commands.costing import (
 from rallypoint.launch.plan import Launch, write_plan
 
 MODEL = ["plan", "--model", "1e8", "--gpus", "8", "--link", "1Gbit", "--compute", "1s"]
-HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 
 def said(*arguments: str) -> str:
@@ -143,6 +141,15 @@ def test_a_table_and_a_recommendation_are_printed() -> None:
     assert text.rstrip().endswith(".")
 
 
+def test_four_machines_without_gpus_are_asked_for_as_the_help_says() -> None:
+    help = " ".join(said("plan", "--help").replace("│", " ").split())
+    assert "4 is 4 hosts with one each" in help
+    assert "1x8 is one host with 8" in help
+    assert "4 machines without GPUs: rallypoint plan --model 20M --gpus 4 --link 1Gbit --compute 2s" in help
+    text = said("plan", "--model", "20M", "--gpus", "4", "--link", "1Gbit", "--compute", "2s")
+    assert text.startswith("20 M parameters (K = 80 MB), 4 GPUs on 4 hosts, computing 2 s a step; 1 Gbit/s")
+
+
 def test_ddp_and_fsdp_are_in_the_table_however_many_rows_there_are() -> None:
     text = said(*MODEL, *(word for number in range(1, 20) for word in ("--servers", str(number))))
     assert [len(re.findall(rf"(?m)^ *{name} ", text)) for name in ("DDP", "FSDP")] == [1, 1]
@@ -175,25 +182,6 @@ def test_a_job_that_links_hold_up_is_told_to_pace_them() -> None:
 def test_help_teaches_with_examples() -> None:
     text = said("plan", "--help")
     assert "rallypoint plan --model 7B --gpus 8x8" in " ".join(text.split())
-
-
-@pytest.mark.skipif(HAS_MATPLOTLIB, reason="matplotlib is installed")
-def test_without_matplotlib_a_plot_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"pip install 'matplotlib"):
-        said(*MODEL, "--plot", str(tmp_path / "plan.png"))
-
-
-@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib (rallypoint[plots])")
-def test_a_plot_is_drawn(tmp_path: Path) -> None:
-    said(*MODEL, "--plot", str(tmp_path / "plan.png"))
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UsageError, match="ends with"):
-        said(*MODEL, "--plot", str(tmp_path / "plan.jpg"))
-
-
-def test_a_plot_into_a_folder_that_does_not_exist_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no folder .*missing; make it first"):
-        said(*MODEL, "--plot", str(tmp_path / "missing" / "plan.png"))
 
 
 # ---- a run ----

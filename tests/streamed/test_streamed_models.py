@@ -13,6 +13,8 @@ import torch
 
 import rallypoint as rp
 from rallypoint.codec.spec import Bf16
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.worker.slots import Slots
 from rallypoint.errors import ConfigError, ModelError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster
@@ -83,6 +85,21 @@ def test_a_worker_holds_a_few_parameters_and_gradients_at_a_time(monkeypatch: py
             assert all(p.untyped_storage().nbytes() == 4 for p in model.parameters()), "no values are left"
     assert 0 < most[0] < whole / 5
     assert 0 < most[1] < whole / 3
+
+
+def test_a_gradient_may_begin_while_memory_is_given_back() -> None:
+    """A hook takes memory while a link's thread looks for slots that are free: they have no lock in common."""
+    layout = build_layout([TensorSpec("w", (64,), "float32", 0)], shard_bytes=64)
+    memory = ShardMemory(layout, 1 << 20, pinned=False)
+
+    class Looked(Slots):
+        def __getitem__(self, shard: Any) -> Any:
+            memory.words(shard + 1)
+            return super().__getitem__(shard)
+
+    memory.words(0)
+    memory.free(Looked(len(layout.shards)))
+    assert sorted(memory._held) == [1]
 
 
 def test_after_the_run_the_model_has_no_values_and_says_where_they_are() -> None:

@@ -16,9 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rallypoint.codec.blocks import BF16
+from rallypoint.codec.spec import Bf16
 from rallypoint.config import resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.plan.tuning import shards_on_one_host
+from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Mode, Sync
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.errors import ProtocolError
@@ -28,7 +30,7 @@ from rallypoint.net.pool import words_of_memory
 from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange import exchange as module
-from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.exchange.exchange import Exchange, travels_as_bf16
 from rallypoint.worker.exchange.links import ExchangeContext
 from rallypoint.worker.exchange.locked import NarrowVector
 from rallypoint.worker.sources.hooks import DeviceGradients, DeviceStaging
@@ -178,3 +180,15 @@ def test_a_version_of_which_some_shards_come_raw_is_whole() -> None:
     assert memory.whole().dtype is torch.bfloat16
     with pytest.raises(ProtocolError, match="64 bytes for shard 0: 32 were expected"):
         memory.take(0, memoryview(bytes(64)))
+
+
+@pytest.mark.parametrize(("sync", "narrow"), [
+    (Sync(), True), (Sync(quorum=1), True), (BoundedStaleness(0), True), (BoundedStaleness(1), False),
+    (Async(), False), (AllReduce(), False), (LocalSteps(2), False),
+])  # fmt: skip
+def test_bf16_crosses_where_servers_step_and_all_begin_from_one_version(sync: Mode, narrow: bool) -> None:
+    """By what the mode is, not by its class: no staleness is `Sync`."""
+    layout = build_layout([TensorSpec("w", (48,), "float32", 0)])
+    config = resolve({"replicas": 2, "steps": 4, "sync": sync, "codec": Bf16(), "down": Bf16()})
+    assert travels_as_bf16(config, layout) is narrow
+    assert not travels_as_bf16(resolve({"replicas": 2, "steps": 4, "sync": sync, "codec": Bf16()}), layout)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from rallypoint.codec.spec import Bf16
 from rallypoint.config import resolve
 from rallypoint.core.optimizer import AdamW
+from rallypoint.core.policy import AllReduce, BoundedStaleness, LocalSteps
+from rallypoint.core.worker.aligned import OverlapMachine
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.pool import words_of_memory
 from rallypoint.worker.exchange import exchange
@@ -218,6 +220,24 @@ def test_a_replica_that_is_stale_meanwhile_unwinds_on_the_main_thread(computed: 
     assert (replica.sent, copies.copies) == ([], [])
 
 
+def test_whoever_waits_for_a_copy_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own default keeps a core busy."""
+    made: list[dict[str, bool]] = []
+
+    class Event:
+        def __init__(self, **how: bool) -> None:
+            made.append(how)
+
+        def record(self, stream: object) -> None: ...
+        def synchronize(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    copies = object.__new__(CudaCopies)
+    copies._stream = None  # type: ignore[assignment]
+    copies.mark()()
+    assert made == [{"blocking": True}]
+
+
 # ---- whole jobs ----
 
 
@@ -236,7 +256,10 @@ def trained(monkeypatch: pytest.MonkeyPatch, copies: LateCopies | None, stop: in
         return Staging() if copies is None else DeviceStaging(copies, failed)
 
     def pinned(job: session.Job, record: Any, config: Any, **how: Any) -> Any:
-        return open_exchange(job, record, config, **{**how, "pinned": copies is not None})
+        opened = open_exchange(job, record, config, **{**how, "pinned": copies is not None})
+        if copies is not None:  # a forward pass that began early would copy on the script's streams
+            assert not isinstance(opened._shell.machine, OverlapMachine)
+        return opened
 
     model = build()
     with monkeypatch.context() as patch:
@@ -263,6 +286,7 @@ def _train(model: torch.nn.Module, stop: int, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("settings", [
     {}, {"clip": 1.0}, {"accumulate": 4, "batch": 8}, {"nonfinite": "skip"}, HELD,
     {**HELD, "accumulate": 4, "batch": 8}, {**HELD, "stop": 3}, {"codec": Bf16(), "down": Bf16(), "clip": 0.1},
+    {**HELD, "sync": BoundedStaleness(0)}, {"sync": AllReduce(), "clip": 0.1}, {"sync": LocalSteps(2)},
 ], ids=str)  # fmt: skip
 def test_a_device_that_copies_late_changes_no_byte(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     """Of bf16 parameters too: autograd would add up micro-batches' gradients in bf16, a slot in fp32. Where bf16

@@ -66,6 +66,7 @@ GONE = {  # commands and options ("--tensorboard" of any command, "plan --clip")
     "plan --local-steps": "--set sync.type=local-steps --set sync.steps=16",
     "plan --pace": "--set network.pace_mbit=1000",
     "plan --rack": _RACKS,
+    "plan --plot": "--json tells all layouts, to draw from",
     "plan --replicas": "--set replicas=64",
     "plan --restart": "the planner takes two minutes",
     "plan --rows": "--json tells all layouts",

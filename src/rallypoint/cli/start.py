@@ -206,7 +206,10 @@ def plan(
     """Say what a job would cost on some machines: how long a step takes, with how many servers, and would they pay?
 
     For each layout: seconds a step and the part of it in which GPUs wait, memory, traffic; with --mtbf also what
-    failures leave of the time and how often to take snapshots. The last line recommends one, DDP or FSDP included.
+    failures leave of the time and how often to take snapshots. The last lines recommend one, DDP or FSDP included, and
+    the mode to use with servers.
+
+    4 machines without GPUs: [bold]rallypoint plan --model 20M --gpus 4 --link 1Gbit --compute 2s[/bold]
 
     64 GPUs on 8 hosts: [bold]rallypoint plan --model 7B --gpus 8x8 --link 100Gbit --compute 1.7s[/bold]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from rallypoint.config.resolve import overrides_from, parse, record_of, resolve, with_own_optimizer
 from rallypoint.config.tree import (
     Audit,
-    ClusterFacts,
     Evaluation,
     Group,
     GroupSettings,
@@ -33,7 +32,6 @@ from rallypoint.config.tree import (
 
 __all__ = [
     "Audit",
-    "ClusterFacts",
     "Evaluation",
     "Group",
     "GroupSettings",

@@ -10,7 +10,7 @@ import fnmatch
 import math
 from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, TypedDict
 
 import msgspec
 
@@ -23,6 +23,7 @@ from rallypoint.core.modes import Clock, Contribution, Feature, ModeTraits, Pace
 from rallypoint.core.optimizer import EMA, SWA, AdamW, LossScaling, Muon, Optimizer, Sum
 from rallypoint.core.plan.tuning import shards_for, shards_on_one_host
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
+from rallypoint.core.protocol import Welcome
 from rallypoint.core.schedule import Constant, Schedule, rate_at
 from rallypoint.core.typed import PartType, build_now
 from rallypoint.errors import ConfigError, ModelError
@@ -605,22 +606,9 @@ def _check_periods(periods: Sequence[Period], config: JobConfig) -> None:
 _BY_WORD = Raw | Fp16 | Bf16  # each word by itself, wherever its shard begins
 
 
-class ClusterFacts(NamedTuple):
-    """How many workers and servers a job begins with, what a server's link carries (Mbit/s; 0: not told), whether all
-    are on one host, and the size of the shards that the job has already; -1: it has none yet."""
-
-    workers: int
-    servers: int
-    link_mbit: float
-    one_host: bool
-    shard_bytes: int
-
-
-def with_start_values(
-    config: JobConfig, given: Container[str], nbytes: int, cluster: ClusterFacts
-) -> tuple[JobConfig, str]:
+def with_start_values(config: JobConfig, given: Container[str], nbytes: int, cluster: Welcome) -> tuple[JobConfig, str]:
     """Choose `network.shard_bytes` for a model of which `nbytes` are trained, if it is not among the settings that are
-    `given`. With 0 bytes nothing new is chosen.
+    `given`. With 0 bytes nothing new is chosen. `cluster` is what the coordinator has said of the job's members.
 
     Returns the configuration, and a sentence that says why; "": nothing was chosen. A job that has shards keeps them:
     a worker that comes later, and a run that is resumed, have the same. Every worker chooses the same.

@@ -112,6 +112,13 @@ class JobRecord(msgspec.Struct, frozen=True):
         return self.mode.name in modes and self.adds_up and not part.intersection(self.features)
 
     @property
+    def anybody_steps(self) -> bool:
+        """True if the job works under Sync and under AllReduce alike: which is quicker is a question of machines."""
+        modes, features = (ModeName.SYNC, ModeName.ALL_REDUCE), frozenset(self.features)
+        refused = any(why_not(mode, feature, features) for mode in modes for feature in features)
+        return self.mode.name in modes and not refused
+
+    @property
     def audits(self) -> bool:
         """True if some contributions are computed by two workers: each tells what its kernels give for a probe."""
         return bool(self.config.get("audit", {}).get("share"))

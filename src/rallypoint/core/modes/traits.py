@@ -151,6 +151,12 @@ class ModeTraits(msgspec.Struct, frozen=True, kw_only=True):
         return Pace.OWN if self.clock is Clock.REPLICA else Pace.ROUNDS
 
     @property
+    def whole_versions(self) -> bool:
+        """True if servers step, and every step of a replica is a gradient at one version of all parameters."""
+        gradients = self.contribution is Contribution.GRADIENT and self.holder is StateHolder.SERVERS
+        return gradients and self.pace is Pace.ROUNDS
+
+    @property
     def accounts(self) -> bool:
         """True if servers report how many contributions they applied, folded and dropped. False where
         contributions can only be applied."""

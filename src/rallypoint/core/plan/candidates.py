@@ -1,5 +1,8 @@
 """The ways in which a job could run on some machines, what each costs, and which of them to use: servers, or DDP or
-FSDP where servers would not pay. They are the rows of `rallypoint plan`, and its last sentence."""
+FSDP where servers would not pay. They are the rows of `rallypoint plan`, and its last sentence.
+
+With servers, `advice` says which mode to use: whether they step, or the workers. A job's start says the same.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from rallypoint.core.layout import WORD_BYTES
 from rallypoint.core.plan.failures import NEVER, daly_period, elastic_goodput, goodput
 from rallypoint.core.plan.peers import Footprint, Ring, ddp_cost, ddp_memory, fsdp_cost, fsdp_memory, servers_memory
 from rallypoint.core.plan.pipeline import StepCost, step_cost
 from rallypoint.core.plan.port import WINDOW_S
-from rallypoint.core.plan.site import Rates, Servers, Site, Workers, paced, paced_by_port
-from rallypoint.core.plan.workload import Workload
+from rallypoint.core.plan.site import INSIDE_RATE, LOSSES, Rates, Servers, Site, Workers, paced, paced_by_port
+from rallypoint.core.plan.tuning import ASSUMED_MBIT
+from rallypoint.core.plan.workload import Workload, transformer
 
 _STATE = 12  # bytes of a parameter in a snapshot: the value and AdamW's moments
 _SAVED, _SAVED_BY_PEER = 0.12e-9, 0.83e-9  # seconds of training that a byte of a snapshot costs (docs/performance.md)
@@ -22,6 +27,7 @@ _RESTART = 120.0  # seconds until a job without servers trains again after a fai
 _RING_LATENCY = 1e-4  # of one hop of a collective
 MARGIN = 1.03  # a lead that is smaller is not one: what nobody has to change is better
 _MOST = 100  # of a ratio that is told
+_COMPUTING_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # a step may, at the start of a job: nobody knows yet
 _CLOSE = 1.02  # among servers, fewer of them are preferred when they come so near to the best
 _PARTS = (0.25, 0.5, 1.0, 1.25, 2.0)  # of the servers' links that would match the workers'
 
@@ -55,9 +61,18 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
 
     def workers(self, *, grouped: bool = False, replicas: int = 1) -> Workers:
         """The devices as workers; `grouped`: those of a host are the ranks of one."""
+        rate = self.rate if self.hosts > 1 else INSIDE_RATE
         if grouped:
-            return Workers(self.hosts, self.rate, replicas=replicas)
-        return Workers(self.hosts * self.per_host, self.rate, self.per_host, replicas=replicas)
+            return Workers(self.hosts, rate, replicas=replicas, ranks=self.per_host)
+        return Workers(self.hosts * self.per_host, rate, self.per_host, replicas=replicas)
+
+    def site(self, servers: int, workers: Workers, *, replication: int = 1, beside: bool = False) -> Site:
+        """These workers and so many servers. With one host, these are on it too, and no link is used."""
+        inside = self.hosts == 1
+        return Site(
+            workers=(workers,), servers=(Servers(servers, workers.rate),), replication=replication,
+            beside=beside and not inside, losses=None if inside else LOSSES,
+        )  # fmt: skip
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,19 +87,22 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         period: seconds between snapshots at which that is so; infinite: none are needed.
         memory: of each role.
         fits: a device has that much.
+        all_reduce: workers step, not servers.
+        advice: a sentence on that.
     """
 
     name: str
     ours: bool
     servers: int
     replication: int
-    beside: bool
     codec: str
     step: StepCost
     goodput: float
     period: float
     memory: Footprint
     fits: bool
+    all_reduce: bool = False
+    advice: str = ""
 
     @property
     def seconds(self) -> float:
@@ -125,6 +143,8 @@ def _sites(workload: Workload, machines: Machines, replicas: int) -> Iterator[tu
 
 def as_paced(site: Site, workload: Workload, machines: Machines) -> Site:
     """The site as the job paces its links."""
+    if machines.hosts == 1:
+        return site
     if machines.paced:
         return paced(site)
     seconds = workload.nbytes / machines.rate  # K/B
@@ -134,31 +154,31 @@ def as_paced(site: Site, workload: Workload, machines: Machines) -> Site:
 def _unpaced(machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:
     counts = machines.servers or tuple(sorted({max(1, round(part * machines.hosts)) for part in _PARTS}))
     several = machines.per_host > 1
-    workers = machines.workers(grouped=several, replicas=replicas)
+    workers, apart = (machines.workers(grouped=grouped, replicas=replicas) for grouped in (several, False))
     inside = " (ranks of a host are one worker)" if several else ""
     for replication in (1, 2) if machines.mtbf < NEVER else (1,):
         for count in counts:
             if count < replication:
                 continue
-            base = Site(workers=(workers,), servers=(Servers(count, machines.rate),), replication=replication)
-            yield base, inside
+            yield machines.site(count, workers, replication=replication), inside
             if several:
-                apart = (machines.workers(replicas=replicas),)
-                yield msgspec.structs.replace(base, workers=apart, aggregators=True), " and an aggregator a host"
+                near = machines.site(count, apart, replication=replication)
+                shared = machines.hosts > 1  # a link
+                yield msgspec.structs.replace(near, aggregators=shared), " and an aggregator a host" if shared else ""
         if machines.hosts >= 2:
-            own = (Servers(machines.hosts, machines.rate),)
-            beside = Site(workers=(workers,), servers=own, beside=True, replication=replication)
+            beside = machines.site(machines.hosts, workers, replication=replication, beside=True)
             yield beside, f"{inside} on the workers' hosts"
 
 
 def _ours(workload: Workload, machines: Machines, encoding: PlannedCodec, site: Site, words: str) -> Candidate:
-    step = step_cost(workload, site)
-    count, hosts = site.server_count, machines.hosts
-    ranks = machines.per_host if site.workers[0].per_host == 1 else 1
+    advised = advice(workload, [site], machines.memory)
+    step, count, hosts = advised.step, site.server_count, machines.hosts
     memory = servers_memory(
-        workload.words, count, replication=site.replication, ranks=ranks,
+        workload.words, count, replication=site.replication, ranks=site.workers[0].ranks,
         largest=max(layer.words for layer in workload.layers),
     )  # fmt: skip
+    if advised.all_reduce:
+        memory = Footprint(ddp_memory(workload.words).device, memory.host, 2 * workload.nbytes / count)
     stalled = elastic_goodput(_WORKER_STALL + step.seconds / 2, machines.mtbf / hosts)
     cost = _SAVED * _STATE * workload.words / count
     if site.replication > 1:
@@ -172,9 +192,90 @@ def _ours(workload: Workload, machines: Machines, encoding: PlannedCodec, site: 
     name = f"{count} servers{words}"
     return Candidate(
         name=name.replace("1 servers", "1 server") if count == 1 else name, ours=True, servers=count,
-        replication=site.replication, beside=site.beside, codec=encoding.name, step=step, goodput=left, period=period,
-        memory=memory, fits=not machines.memory or memory.device <= machines.memory,
+        replication=site.replication, codec=encoding.name, step=step, goodput=left, period=period,
+        memory=memory, fits=not machines.memory or memory.device <= machines.memory, all_reduce=advised.all_reduce,
+        advice=advised.says,
     )  # fmt: skip
+
+
+class ModeAdvice(msgspec.Struct, frozen=True):
+    """Which mode to use with servers.
+
+    Attributes:
+        all_reduce: workers step (`rp.AllReduce`), not servers (`rp.Sync`).
+        ranks: of each worker.
+        step: what a step takes then.
+        says: all that as a sentence, with the reason; "": nothing is to be chosen.
+    """
+
+    all_reduce: bool
+    ranks: int
+    step: StepCost
+    says: str = ""
+
+
+def advice(workload: Workload, sites: Sequence[Site], memory: float = 0.0) -> ModeAdvice:
+    """Which mode is the quickest on one of these sites; the first is the one that a job has.
+
+    What gains less than MARGIN is no reason to change anything. `memory`: bytes of a device; 0: enough. A workload of
+    0 s is one of which nobody knows how long it computes.
+    """
+    need, ways = ddp_memory(workload.words).device, list[tuple[Site, ModeAdvice]]()
+    fits = not memory or need <= memory
+    for site in sites:
+        ranks, step = site.workers[0].ranks, step_cost(workload, site)
+        ways.append((site, ModeAdvice(False, ranks, step)))
+        if fits and ranks == 1 and site.replication == 1 and workload.steps == 1:
+            ways.append((site, ModeAdvice(True, 1, _stepped_by_workers(workload, site))))
+    least, now = min(ways, key=lambda way: way[1].step.seconds), ways[0][1].step.seconds
+    site, best = ways[0] if now < MARGIN * least[1].step.seconds else least
+    if workload.steps > 1:
+        return best
+    servers = "1 server" if site.server_count == 1 else f"{site.server_count} servers"
+    here = {way.all_reduce: way.step.seconds for there, way in ways if there is site}
+    if best.all_reduce:
+        what, why = "sync=rp.AllReduce()", f", {here[False]:.3g} s with the optimizer on processors of {servers}"
+    elif best.ranks > 1:
+        what, why = f"rp.Sync() with workers of {best.ranks} ranks (--ranks {best.ranks})", ", and each sends one sum"
+    elif not fits:
+        what, why = "rp.Sync()", f"; with the optimizer on workers each would need {_gb(need)} GB"
+    else:
+        less = f", {'hardly' if min(here.values()) < now else 'not'} less with the optimizer on workers"
+        what, why = "rp.Sync(), the default", less if True in here else ""
+    takes = f"a step takes {best.step.seconds:.3g} s{'' if workload.compute else ' beside what a worker computes'}{why}"
+    return msgspec.structs.replace(best, says=f"with servers, the mode for these machines is {what}: {takes}")
+
+
+def _stepped_by_workers(workload: Workload, site: Site) -> StepCost:
+    """What a step costs if servers only add up, and each worker steps all of the model."""
+    speeds = msgspec.structs.replace(site.speeds, apply=0.0)
+    cost = step_cost(workload, msgspec.structs.replace(site, speeds=speeds))
+    return StepCost(cost.seconds + site.speeds.step * workload.nbytes, cost.waited)
+
+
+def advice_at_start(
+    nbytes: int, workers: int, hosts: int, servers: int, *, ranks: int = 1, beside: bool = False, mbit: float = 0.0,
+    memory: float = 0.0,
+) -> ModeAdvice:  # fmt: skip
+    """The advice for a job of `nbytes` of parameters (K) that begins: nobody knows yet how long it computes.
+
+    `workers` of `ranks` each compute on GPUs of `hosts`; `beside`: there is a server on each of these. `mbit` is what a
+    host's link carries; 0: it was not told. `memory`: bytes of a GPU.
+    """
+    machines = Machines(gpus=workers, per_host=-(-workers // hosts), rate=(mbit or ASSUMED_MBIT) * 1e6 / 8)
+    kinds = [msgspec.structs.replace(machines.workers(), ranks=ranks)]
+    kinds += [machines.workers(grouped=True)] if ranks == 1 < machines.per_host else []
+    work = Workload(layers=transformer(nbytes / WORD_BYTES, 0.0))
+    own = beside and servers == hosts
+    sites = [as_paced(machines.site(servers, kind, beside=own), work, machines) for kind in kinds]
+    found, says = advice(work, sites, memory), ""
+    for seconds in () if (found.all_reduce, found.ranks) == (False, ranks) else _COMPUTING_S:
+        then = advice(Workload(layers=transformer(nbytes / WORD_BYTES, seconds)), sites, memory)
+        if (then.all_reduce, then.ranks) == (False, ranks):
+            says = f"; from {seconds:g} s of computing on the default is as quick"
+            break
+    says += "" if mbit or hosts == 1 else f" (links of {ASSUMED_MBIT / 1e3:g} Gbit/s are assumed)"
+    return msgspec.structs.replace(found, says=found.says + says)
 
 
 def _peers(workload: Workload, machines: Machines, encoding: PlannedCodec, replicas: int) -> Iterator[Candidate]:
@@ -191,7 +292,7 @@ def _peers(workload: Workload, machines: Machines, encoding: PlannedCodec, repli
          fsdp_memory(workload.words, workers.count, largest)),
     ):  # fmt: skip
         yield Candidate(
-            name=name, ours=False, servers=0, replication=1, beside=False, codec=encoding.name, step=step,
+            name=name, ours=False, servers=0, replication=1, codec=encoding.name, step=step,
             goodput=left, period=period, memory=memory, fits=not machines.memory or memory.device <= machines.memory,
         )  # fmt: skip
 
@@ -206,6 +307,11 @@ class Judgement(msgspec.Struct, frozen=True):
     @property
     def ours(self) -> bool:
         return self.best.ours
+
+    @property
+    def advice(self) -> str:
+        """A sentence on the mode to use with servers, `best` or not; "": none of these layouts has any."""
+        return max(one.advice for one in (self.best, self.other or self.best))
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> Judgement:
@@ -247,7 +353,7 @@ def _best(candidates: Sequence[Candidate]) -> Candidate | None:
 def called(one: Candidate) -> str:
     """A candidate with all that sets it apart: ``4 servers, replication 2, bf16``."""
     codec = "" if one.codec == "raw" else f", {one.codec}"
-    return f"{one.name}{', replication 2' if one.replication > 1 else ''}{codec}"
+    return f"{one.name}{', AllReduce' * one.all_reduce}{', replication 2' * (one.replication > 1)}{codec}"
 
 
 def _says(one: Candidate) -> str:

@@ -14,11 +14,10 @@ import msgspec
 
 from rallypoint.core.layout import WORD_BYTES
 from rallypoint.core.plan.pipeline import StepCost
-from rallypoint.core.plan.site import PAYLOAD, Rates, Workers
+from rallypoint.core.plan.site import INSIDE_RATE, PAYLOAD, Rates, Workers
 from rallypoint.core.plan.workload import Workload
 
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # torch's defaults, bytes of gradient
-INSIDE_RATE = 50e9  # bytes a second between the GPUs of one host, where no link of the cluster is used
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ PAYLOAD = 1 / 1.046  # of Ethernet's rate at an MTU of 1500 bytes: headers take 
 ACKNOWLEDGED = 1.015  # where both directions carry data, acknowledgements of one take so much of the other
 PACED = 0.97  # of a link's rate, where connections are paced (`pacing`, `pace_mbit`)
 AGGREGATOR_RATE = 2.5e9  # bytes a second between processes of one machine, a direction (this machine's loopback: 1.7)
+INSIDE_RATE = 50e9  # bytes a second between the GPUs of one host, and to servers on it, where no link is used
 ON_CPU = 1.8e-10  # fused AdamW on one thread, seconds a byte (188 us for 1 MiB, docs/performance.md)
 
 
@@ -65,13 +66,14 @@ class Servers(msgspec.Struct, frozen=True):
 
 class Workers(msgspec.Struct, frozen=True):
     """Equal workers: how many, the rate of the link of their host, how many share that link, and how many times slower
-    than the workload says they compute. Each computes `replicas` of them one after the other."""
+    than the workload says they compute. Each computes `replicas` of them one after the other, as a group of `ranks`."""
 
     count: int
     rate: float
     per_host: int = 1
     slowness: float = 1.0
     replicas: int = 1
+    ranks: int = 1
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,69 +41,55 @@ from rallypoint.core.plan.candidates import (
 )
 from rallypoint.core.plan.failures import NEVER
 from rallypoint.core.plan.pipeline import step_cost
-from rallypoint.core.plan.site import PACED, Servers, Site, Workers
+from rallypoint.core.plan.site import PACED
 from rallypoint.core.plan.workload import SENT_BYTES, Layer, Workload, layers_of, transformer
-from rallypoint.errors import ConfigError, RallypointError, UsageError, meant, to_install
+from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch.plan import option, read_plan
 from rallypoint.watch.follow import Follower, check_log
 from rallypoint.watch.state import RunState
 
 _JOB, _MACHINES, _OUTPUT = "The job", "The machines", "Output"
-
-
 _MOST_WORDS = 1e15
-
-
 _GPUS = re.compile(r"(?:([1-9][0-9]{0,5})x)?([1-9][0-9]{0,6})", re.ASCII)
 
-_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_COUNTS = {**_PREFIXES, "b": 1e9}
-_BINARY = {prefix: 1024.0**power for power, prefix in enumerate(("", "k", "m", "g", "t"))}
+_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_COUNTS = {"": 1.0, **_PREFIXES, "b": 1e9}
+_SIZES = {f"{p}b": by for p, by in _PREFIXES.items()} | {f"{p}ib": 1024.0**n for n, p in enumerate(_PREFIXES, 1)}
 _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,3})?)\s*([a-z/]*)", re.ASCII)
 
 
 def count_of(text: str, what: str) -> float:
     """``7e9``, ``7B`` or ``350M``: a number. ConfigError if it is none; `what` says where it stands."""
-    number, unit = _parts(text, what, "7e9, 7B or 350M")
-    if unit not in _COUNTS:
-        raise ConfigError(f"{what} {text}: write a number, as 7e9, 7B or 350M")
-    return number * _COUNTS[unit]
+    return _number(text, what, _COUNTS, "7e9, 7B or 350M")
 
 
 def rate_of(text: str, what: str) -> float:
     """``25Gbit`` or ``3.1GB/s``: bytes a second. A small b alone (``25Gb/s``) is refused: people mean either by it."""
-    number, unit = _parts(text, what, "25Gbit or 3GB/s")
-    bits = re.fullmatch(r"([kmgt]?)(?:bit|bps|bit/s)", unit)
-    whole = re.fullmatch(r"([kmgt]?)b/s", unit)  # B/s, in small letters
-    found = bits or whole
-    if found is None or ((whole or unit.endswith("bps")) and ("B" in text) is not bool(whole)):
+    prefixes = {"": 1.0, **_PREFIXES}
+    units = {f"{p}{unit}": by / 8 for p, by in prefixes.items() for unit in ("bit", "bps", "bit/s")}
+    units |= {f"{p}b/s": by for p, by in prefixes.items()}
+    low, large = text.lower().rstrip(), "B" in text
+    if (low.endswith("b/s") and not large) or (low.endswith("bps") and large):
         raise ConfigError(f"{what} {text}: write a rate of one direction, as 25Gbit or 3GB/s")
-    return number * _PREFIXES[found[1]] / (8 if bits else 1)
+    return _number(text, what, units, "25Gbit or 3GB/s")
 
 
 def bytes_of(text: str, what: str) -> float:
     """``80GB``, ``512MB`` or ``80GiB``: bytes."""
-    number, unit = _parts(text, what, "80GB")
-    found = re.fullmatch(r"([kmgt])(i?)b", unit)
-    if found is None:
-        raise ConfigError(f"{what} {text}: write a size, as 80GB")
-    return number * (_BINARY if found[2] else _PREFIXES)[found[1]]
+    return _number(text, what, _SIZES, "80GB")
 
 
 def seconds_of(text: str, what: str) -> float:
     """``90d``, ``5000h``, ``10min``, ``30s``, or a number of seconds."""
-    number, unit = _parts(text, what, "90d, 5000h, 10min or 30s")
-    if unit not in _TIMES:
-        raise ConfigError(f"{what} {text}: write a time, as 90d, 5000h, 10min or 30s")
-    return number * _TIMES[unit]
+    return _number(text, what, _TIMES, "90d, 5000h, 10min or 30s")
 
 
-def _parts(text: str, what: str, example: str) -> tuple[float, str]:
+def _number(text: str, what: str, units: Mapping[str, float], example: str) -> float:
     found = _NUMBER.fullmatch(text.strip().lower())
-    if found is None or not 0 < float(found[1]) < math.inf:
+    if found is None or not 0 < float(found[1]) < math.inf or found[2] not in units:
         raise ConfigError(f"{what} {text}: write a number above 0 with its unit, as {example}")
-    return float(found[1]), found[2]
+    return float(found[1]) * units[found[2]]
 
 
 _SPARSE_BYTES = 6.0  # of each word that top-k and DGC send
@@ -195,8 +181,6 @@ def workload_of(config: JobConfig, layers: Sequence[Layer]) -> Workload:
     )  # fmt: skip
 
 
-
-
 def _bytes_of(codec: CodecSpec) -> float:
     """What a word takes with this codec; 4 for one that the planner does not know."""
     told = msgspec.to_builtins(codec)
@@ -263,8 +247,8 @@ class CostOptions(msgspec.Struct, frozen=True, kw_only=True):
     )] = None  # fmt: skip
     gpus: Annotated[str, option(
         metavar="N|HxN", panel=_MACHINES,
-        help="Processes that compute, one for each GPU (or each CPU worker): 8, or 4x8 for 8 on each of 4 hosts, which "
-        "share the host's link.",
+        help="Hosts, and GPUs (or CPU workers) on each: 4 is 4 hosts with one each, 4x8 is 4 hosts with 8 each, which "
+        "share the host's link, 1x8 is one host with 8.",
     )] = ""  # fmt: skip
     link: Annotated[str, option(
         metavar="RATE", panel=_MACHINES, help="The link of a host, in one direction, as 25Gbit or 3GB/s.",
@@ -279,9 +263,6 @@ class CostOptions(msgspec.Struct, frozen=True, kw_only=True):
     mtbf: Annotated[str, option(
         metavar="TIME", panel=_MACHINES, help="The mean time between failures of one machine, as 90d or 2000h.",
     )] = ""  # fmt: skip
-    plot: Annotated[Path | None, option(
-        metavar="FILE", panel=_OUTPUT, help="Draw the layouts' steps into this file, as .png or .svg.",
-    )] = None  # fmt: skip
     json: Annotated[bool, option(
         "--json", metavar=None, panel=_OUTPUT, help="As JSON, on the standard output.",
     )] = False  # fmt: skip
@@ -328,7 +309,7 @@ def _gpus_of(options: CostOptions, run: MeasuredRun | None) -> tuple[int, int]:
     """How many hosts, and how many GPUs on each."""
     if not options.gpus:
         if run is None:
-            raise UsageError("how many GPUs? give --gpus N")
+            raise UsageError("how many GPUs? give --gpus 4 for 4 hosts with one each, or 4x8 for 8 on each of them")
         return run.workers, 1
     if (found := _GPUS.fullmatch(options.gpus)) is None:
         raise ConfigError(f"--gpus {options.gpus}: write their number, as 8, or 4x8 for 8 on each of 4 hosts")
@@ -398,16 +379,11 @@ def _encodings_of(options: CostOptions) -> tuple[PlannedCodec, ...]:
     return tuple(ENCODINGS[name] for name in names)
 
 
-_KINDS = (".png", ".svg", ".pdf")
-_COMPUTING, _WAITING = "#4c78a8", "#f2a45c"
-
-
 _LAYOUT_WIDTH, _ROWS = 22, 12
 ASSUMED = (
     "assumed: fp32 gradients and parameters with AdamW, links that nobody else uses, a core for each server, a standby "
     "for each machine that fails"
 )
-
 
 
 def told(question: Question, candidates: Sequence[Candidate], verdict: Judgement) -> RenderableType:
@@ -430,7 +406,7 @@ def told(question: Question, candidates: Sequence[Candidate], verdict: Judgement
     if not all(one.fits for one in candidates):
         notes.append("! does not fit into a GPU's memory")
     lines = [Text(f"{_sentence(note)}", style="dim") for note in (*notes, ASSUMED)]
-    return Group(Text(_title(question)), table, *lines, Text(f"\n{_sentence(verdict.why)}", style="bold"))
+    return Group(Text(_title(question)), table, *lines, Text(f"\n{_recommended(verdict)}", style="bold"))
 
 
 def shown(candidates: Sequence[Candidate], verdict: Judgement) -> list[Candidate]:
@@ -454,7 +430,7 @@ def compared(run: MeasuredRun, seconds: float) -> str:
 def as_json(question: Question, candidates: Sequence[Candidate], verdict: Judgement) -> bytes:
     """All candidates, the verdict and the notes; a time that is infinite is null."""
     told: dict[str, Any] = {
-        "recommendation": _sentence(verdict.why), "servers": verdict.ours, "notes": question.notes,
+        "recommendation": _recommended(verdict), "servers": verdict.ours, "notes": question.notes,
         "best": _fields(verdict.best), "other": None if verdict.other is None else _fields(verdict.other),
         "layouts": [_fields(one) for one in candidates],
     }  # fmt: skip
@@ -470,7 +446,7 @@ def _fields(one: Candidate) -> dict[str, Any]:
 def _title(question: Question) -> str:
     work, machines = question.workload, question.machines
     gpus = "1 GPU" if machines.gpus == 1 else f"{machines.gpus} GPUs"
-    hosts = "" if machines.per_host == 1 else " on 1 host" if machines.hosts == 1 else f" on {machines.hosts} hosts"
+    hosts = " on 1 host" if machines.hosts == 1 else f" on {machines.hosts} hosts"
     each = "" if question.replicas == 1 else f", {question.replicas} replicas each"
     rounds = "" if work.steps == 1 else f", synchronised every {work.steps} steps"
     return (
@@ -488,6 +464,11 @@ def _short(number: float) -> str:
     return f"{number:.3g} "
 
 
+def _recommended(verdict: Judgement) -> str:
+    """The layout, and the mode to use with servers."""
+    return " ".join(_sentence(text) for text in (verdict.why, verdict.advice) if text)
+
+
 def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
@@ -496,50 +477,11 @@ def _gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.2g}" if 0 < nbytes < 1e9 else f"{nbytes / 1e9:.3g}" if nbytes else "-"
 
 
-def check_chart(path: Path) -> None:
-    """UsageError if matplotlib is not installed, `path` has no ending that it knows, or its folder does not exist."""
-    if path.suffix not in _KINDS:
-        raise UsageError(f"--plot {path}: name a file that ends with {', '.join(_KINDS)}")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no folder {path.parent}; make it first")
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise UsageError(f"--plot needs matplotlib: {to_install('plots')}") from None
-
-
-def draw(candidates: Sequence[Candidate], title: str, path: Path) -> None:
-    """Draw a bar for each candidate, the first one at the top: computing, and waiting. UsageError if it cannot be
-    written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 1.2 + 0.32 * len(candidates)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    names = [called(one) for one in candidates]
-    places = list(range(len(candidates)))
-    busy = [one.step.seconds - one.step.waited for one in candidates]
-    axes.barh(places, busy, color=_COMPUTING, label="computing")
-    axes.barh(places, [one.step.waited for one in candidates], left=busy, color=_WAITING, label="waiting")
-    axes.set_yticks(places, names)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds a step, when nothing fails")
-    axes.set_title(title, fontsize="medium")
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
-
-
 _LEAST_SHARD, _WORTH = 16 << 10, 1.05  # smaller ones cost more time than they save; less is not worth a note
 
 
 def answer(options: CostOptions, folder: Path | None, console: Console) -> None:
     """Print what a job would cost, and which layout to use. Errors are those of `question_of` and `measured_run`."""
-    if options.plot is not None:
-        check_chart(options.plot)
     run = None if folder is None else measured_run(folder)
     question = question_of(options, run)
     if run is not None and not options.gpus:
@@ -551,8 +493,6 @@ def answer(options: CostOptions, folder: Path | None, console: Console) -> None:
         sys.stdout.write(as_json(question, candidates, verdict).decode() + "\n")
     else:
         console.print(told(question, candidates, verdict))
-    if options.plot is not None:
-        draw(shown(candidates, verdict), verdict.why.partition(":")[0], options.plot)
 
 
 def _quicker(question: Question, verdict: Judgement) -> list[str]:
@@ -585,10 +525,7 @@ def _key(one: Candidate) -> tuple[str, int, str]:
 
 def _own_seconds(question: Question, run: MeasuredRun) -> float:
     """What the model says of the run's own layout."""
-    machines = question.machines
-    workers = Workers(run.workers, machines.rate, replicas=question.replicas)
-    site = Site(
-        workers=(workers,), servers=(Servers(run.servers, machines.rate),),
-        replication=min(run.replication, run.servers),
-    )  # fmt: skip
+    machines = msgspec.structs.replace(question.machines, gpus=run.workers, per_host=1)
+    workers = machines.workers(replicas=question.replicas)
+    site = machines.site(run.servers, workers, replication=min(run.replication, run.servers))
     return step_cost(question.workload, as_paced(site, question.workload, machines)).seconds

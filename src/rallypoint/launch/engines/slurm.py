@@ -100,8 +100,6 @@ def _component(
     )
 
 
-
-
 def requeue() -> str:
     """Ask Slurm to run this job again, and return "". Slurm ends this process then. Else, return why it does not."""
     job = os.environ.get("SLURM_JOB_ID", "")

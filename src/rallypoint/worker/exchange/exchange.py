@@ -23,7 +23,6 @@ from rallypoint.codec.spec import Bf16, Raw
 from rallypoint.config import JobConfig, audits_of, cadence_of, codec_of
 from rallypoint.core.layout import Layout, Shard, carried_in
 from rallypoint.core.optimizer import Sum
-from rallypoint.core.policy import Sync
 from rallypoint.core.protocol import Beat, GiveUp
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
@@ -105,7 +104,7 @@ def _presum(config: JobConfig, layout: Layout, *, all_here: bool) -> tuple[froze
 def travels_as_bf16(config: JobConfig, layout: Layout) -> bool:
     """True if all parameters travel as bf16 both ways, and a worker needs no gradient in fp32 on the host."""
     groups = {shard.group for shard in layout.shards if shard.role == "parameters"}
-    on_host = config.streamed or layout.tables or config.audit.fingerprints or not isinstance(config.sync, Sync)
+    on_host = config.streamed or layout.tables or config.audit.fingerprints or not config.mode.whole_versions
     return not on_host and all(codec == Bf16() for codec in (config.down, *(codec_of(config, one) for one in groups)))
 
 

@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Unpack
@@ -14,12 +14,13 @@ from typing import Unpack
 import torch
 from torch.nn.parameter import is_lazy
 
-from rallypoint.config import ClusterFacts, JobConfig, record_of, resolve, with_own_optimizer, with_start_values
+from rallypoint.config import JobConfig, record_of, resolve, with_own_optimizer, with_start_values
 from rallypoint.config.resolve import names_of
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import WORD_BYTES
 from rallypoint.core.modes import Feature
 from rallypoint.core.order import stream_reads
+from rallypoint.core.plan.candidates import advice_at_start
 from rallypoint.core.protocol import (
     Capture,
     GiveUp,
@@ -64,27 +65,26 @@ from rallypoint.worker.tensors import ModelTensors, TrainSettings
 # ---- What a run begins with where its script does not say it ----
 
 
-def started(
-    config: JobConfig, model: torch.nn.Module, given: Container[str], welcome: Welcome, *, alone: bool
-) -> tuple[JobConfig, str]:
-    """Choose what `config.with_start_values` may choose for `model`; `given` are the settings that were said.
-
-    Returns the configuration, and a sentence that says why, or "". Nothing new is chosen for a rank of a group (not
-    `alone`), which has a part of the model, and for models with tables, whose parts depend on the size of shards.
-    """
-    words = _words_of(model) if alone else 0
-    cluster = ClusterFacts(
-        welcome.workers, welcome.servers, welcome.link_mbit, welcome.one_host, welcome.shard_bytes
-    )  # fmt: skip
-    return with_start_values(config, given, WORD_BYTES * words, cluster)
-
-
-def _words_of(model: torch.nn.Module) -> int:
-    """How many numbers of `model` are trained; 0 if it has tables, or cannot be trained (which is said later)."""
+def trained_bytes(model: torch.nn.Module) -> int:
+    """How many bytes of `model` are trained (fp32), for which `config.with_start_values` chooses shards; 0 if it has
+    tables, whose parts depend on the size of shards, or cannot be trained (which is said later)."""
     if not isinstance(model, torch.nn.Module) or any(getattr(one, "sparse", False) for one in model.modules()):
         return 0
     trained = [p for p in model.parameters() if p.requires_grad]
-    return 0 if any(is_lazy(p) for p in trained) else sum(p.numel() for p in trained)
+    return 0 if any(is_lazy(p) for p in trained) else WORD_BYTES * sum(p.numel() for p in trained)
+
+
+def mode_said(record: JobRecord, view: View, welcome: Welcome, device: torch.device, ranks: int) -> str:
+    """A sentence on the mode that suits these machines, as `rallypoint plan` says it. "" if there is no GPU (on
+    processors the default is right), if the job has begun before, or if what it uses works in one mode only."""
+    if device.type != "cuda" or view.number != view.generation or not record.anybody_steps:
+        return ""
+    hosts, homes = ({member.host for member in members} for members in (view.workers, view.servers))
+    nbytes = sum(shard.nbytes for shard in record.layout.shards if shard.role == "parameters")
+    return advice_at_start(
+        nbytes, max(welcome.workers, len(hosts)), len(hosts), welcome.servers, ranks=ranks, beside=homes <= hosts,
+        mbit=welcome.link_mbit, memory=torch.cuda.get_device_properties(device).total_memory,
+    ).says  # fmt: skip
 
 
 LEAVE_WITHIN_S = 10.0
@@ -173,7 +173,8 @@ class Job(MemberMessages):
         overrides, data = self._link.welcome.overrides, given(dataset, collate_fn, loader)
         config = with_own_optimizer(resolve({**data.settings, **settings}, overrides), kinds, overrides)
         given_keys = names_of({**data.settings, **settings}) | names_of(overrides)
-        config, why_so = started(config, model, given_keys, self._link.welcome, alone=self._group is None)
+        nbytes = trained_bytes(model) if self._group is None else 0  # a rank has a part of the model
+        config, why_so = with_start_values(config, given_keys, nbytes, self._link.welcome)
         if config.reading.order == "own" and not self.run_type.own:
             raise ConfigError('reading.order="own" is set by rp.wrap: leave it out of job.train')
         folder = self._link.welcome.folder
@@ -201,8 +202,9 @@ class Job(MemberMessages):
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
         first = self.id == min(one.id for one in exchange.view.workers)
         reads = stream_reads(config.reading.passes, config.steps, given="steps" in settings)
-        for sentence in (why_so, reads):
-            if sentence and first:
+        if first:
+            mode = mode_said(record, exchange.view, self.welcome, tensors.device, self.ranks)
+            for sentence in filter(None, (why_so, reads, mode)):
                 self._say(sentence)
         self._sharing.begin(data.dataset)
         of_ranks = set() if lead is None else {Feature.RANKS}

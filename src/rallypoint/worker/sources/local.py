@@ -14,6 +14,7 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.local import Drift, InnerStates, OwnParameters
+from rallypoint.net.pool import pinned_words
 from rallypoint.optim import build_optimizer
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.precision import Losses
@@ -56,7 +57,9 @@ class LocalStepsSource(DeltaSource):
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._parts = [(s, tensors.parts_in(s)) for s in exchange.layout.shards if s.role == "parameters"]
         self._cadence = cadence_of(config, exchange.layout.shards)
-        self._start = torch.zeros(exchange.layout.words, dtype=torch.float32, device="cpu")
+        words, cuda = exchange.layout.words, tensors.device.type == "cuda"
+        self._start = pinned_words(words) if cuda else torch.empty(words, dtype=torch.float32, device="cpu")
+        self._start.zero_()
         self._moved = False  # True if the model holds something else than `_start`
         assert config.local is not None
         delayed = config.local.delay > 0
