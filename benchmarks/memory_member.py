@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import rallypoint as rp
+from cluster import memory_of_others
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 
 BATCH, BLOCK, STEPS = int(sys.argv[3]), int(sys.argv[4]), 6
@@ -77,9 +78,9 @@ def torch_alone(variant: str, model: GPT) -> list[float]:
     return seconds
 
 
-def as_worker(variant: str, model: GPT) -> tuple[list[float], int]:
-    """Train as a worker of a job. Returns the seconds of each step, and this process's rank."""
-    seconds, began = [], time.monotonic()
+def as_worker(variant: str, model: GPT) -> tuple[list[float], int, int]:
+    """Train as a worker of a job. Returns the seconds of each step, this process's rank, and `memory_of_others`."""
+    seconds, others, began = [], 0, time.monotonic()
     more: dict[str, Any] = {"memory.recompute": "blocks"} if "recompute" in variant else {}
     with rp.join() as job:
         if job.ranks > 1:
@@ -90,8 +91,9 @@ def as_worker(variant: str, model: GPT) -> tuple[list[float], int]:
             with micro:
                 micro.backward(model.loss(*micro.batch))
             seconds.append(time.monotonic() - began)
+            others = memory_of_others()
             began = time.monotonic()
-    return seconds[1:], job.rank
+    return seconds[1:], job.rank, others
 
 
 def main(variant: str, out: Path) -> None:
@@ -101,11 +103,11 @@ def main(variant: str, out: Path) -> None:
     CLEAR.write_text("5")  # VmHWM begins anew
     model = GPT(MODEL)
     if variant.startswith("worker"):
-        seconds, rank = as_worker(variant, model)
+        seconds, rank, others = as_worker(variant, model)
     else:
-        seconds, rank = torch_alone(variant, model), int(os.environ.get("RANK", "0"))
+        seconds, rank, others = torch_alone(variant, model), int(os.environ.get("RANK", "0")), 0
     figures = {
-        "peak": resident("VmHWM") - imported, "step": statistics.median(seconds[1:]),
+        "peak": resident("VmHWM") - others - imported, "step": statistics.median(seconds[1:]),
         "parameters": 4 * sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
     (out / f"{variant}-{rank}.json").write_text(json.dumps(figures))

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 import rallypoint as rp
 import rallypoint.launch.join  # what rp.join needs, before memory is measured
+from cluster import memory_of_others
 from rallypoint.core.order import derive_seed
 from rallypoint.data.randomness import seeded
 from rallypoint.net.channel import Channel
@@ -116,18 +117,19 @@ def main() -> None:
                 digest.update(name.encode())
                 digest.update(parameter.detach().numpy().data)
 
-        began = time.monotonic()
+        others, began = 0, time.monotonic()
         for micro in run:
             with micro:
                 micro.backward(model.loss(*micro.batch))
             seconds.append(time.monotonic() - began)
+            others = memory_of_others()
             began = time.monotonic()
             if run._parts.streamed is not None:
                 counts.append((run._parts.streamed.counts.uses, run._parts.streamed.counts.ready))
     first = counts[:2][-1]  # what follows it is counted
     versions = STEPS + 1  # that come whole: the first, and one for each step
     OUT.write_text(json.dumps({
-        "K": whole, "peak": of_status("VmHWM") - imported, "step": statistics.median(seconds[2:]),
+        "K": whole, "peak": of_status("VmHWM") - others - imported, "step": statistics.median(seconds[2:]),
         "up": trained[Kind.PUSH.name] / STEPS,
         "down": trained[Kind.VERSION.name] / versions + trained[Kind.WORDS.name] / STEPS,
         "uses": counts[-1][0] - first[0], "ready": counts[-1][1] - first[1],

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rallypoint as rp
 import rallypoint.bridges.ddp as servers
-from cluster import finish, join_gloo
+from cluster import finish, join_gloo, memory_of_others
 from rallypoint.config import JobConfig, group_of, resolve, settings_of
 from rallypoint.core.schedule import rate_at
 from rallypoint.data.loader import MicroBatches
@@ -52,6 +52,9 @@ class Result(msgspec.Struct, frozen=True):
     peak_bytes: int
 
 
+_SETTLED = 3  # steps after which all memory is in use that will be
+
+
 class Recorder:
     """Collects what a Result says; `begin` once everything is imported and the data is read."""
 
@@ -61,17 +64,19 @@ class Recorder:
         self._losses: list[float] = []
         with open("/proc/self/clear_refs", "w") as peak:
             peak.write("5")  # the peak begins anew: ru_maxrss would include our parent's
-        self._baseline = _memory("VmRSS")
+        self._baseline, self._others = _memory("VmRSS"), 0
 
     def step(self, step: int, loss: torch.Tensor, began: float) -> None:
         """A replica's step that began then had this loss."""
         self._steps.append(step)
         self._began.append(began)
         self._losses.append(float(loss.detach()))
+        if len(self._steps) == _SETTLED:
+            self._others = memory_of_others()
 
     def result(self) -> Result:
         """All of it."""
-        return Result(self._steps, self._began, self._losses, _memory("VmHWM") - self._baseline)
+        return Result(self._steps, self._began, self._losses, _memory("VmHWM") - self._others - self._baseline)
 
 
 def rallypoint(task: Task, data: TextDataset, recorder: Recorder) -> None:
