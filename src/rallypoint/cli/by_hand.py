@@ -16,14 +16,7 @@ from rallypoint.core.plan.topology import MOST_MBIT
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
-from rallypoint.launch.options import (
-    HealthAt,
-    JobAddress,
-    RunOptions,
-    Tls,
-    TokenFile,
-    with_options,
-)
+from rallypoint.launch.options import HealthAt, JobAddress, RunOptions, Tls, TokenFile, with_options
 from rallypoint.launch.plan import FILES, LAUNCHER, Advertise, option
 from rallypoint.net.handshake import ROLES
 

@@ -214,9 +214,7 @@ class CoordinatorService:
         if not self._terms.snapshots:
             return None
         about = self._join_info
-        return SnapshotKeeper(
-            about.snapshots, about.compression, about.retention, put=self._owner.put,
-        )  # fmt: skip
+        return SnapshotKeeper(about.snapshots, about.compression, about.retention, put=self._owner.put)
 
     def _welcome(self) -> Welcome:
         about, record = self._join_info, self._shell.machine.record

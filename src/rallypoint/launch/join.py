@@ -75,9 +75,7 @@ def join() -> Job | RankJob:
     if not coordinator:
         if (place := place_of(os.environ)) is not None:
             enter(place)  # this process becomes the supervisor of one that runs the script with an address
-        return _closed_at_exit(EmbeddedJob(
-            console=RunConsole(), about=JoinInfo(threads=torch.get_num_threads())
-        ))  # fmt: skip
+        return _closed_at_exit(EmbeddedJob(console=RunConsole(), about=JoinInfo(threads=torch.get_num_threads())))
     if (coordinator, os.getpid()) in _joined:
         raise UsageError(JOINED)
     by_hand = not hold_lifeline()

@@ -124,7 +124,6 @@ class WritePace:
         self._bytes = right if took > FILE_S else max(self._bytes, right)
 
 
-
 FILE_BYTES = 64 << 20
 _MOST_BYTES = 256 << 20  # of a manifest: of a model with a million tensors it has about half of that
 _MANIFEST = "manifest.json"

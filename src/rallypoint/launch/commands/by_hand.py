@@ -336,9 +336,7 @@ def shown(
             told.set()
 
     me = Identity("observer", "console", role_token(where.token, "observer"))
-    link = CoordinatorLink(
-        transport=transport, address=where.coordinator, me=me, handlers=Handlers(show, _ended)
-    )
+    link = CoordinatorLink(transport=transport, address=where.coordinator, me=me, handlers=Handlers(show, _ended))
     link.start()
     try:
         yield console, told

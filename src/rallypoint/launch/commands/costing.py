@@ -195,8 +195,6 @@ def workload_of(config: JobConfig, layers: Sequence[Layer]) -> Workload:
     )  # fmt: skip
 
 
-
-
 def _bytes_of(codec: CodecSpec) -> float:
     """What a word takes with this codec; 4 for one that the planner does not know."""
     told = msgspec.to_builtins(codec)
@@ -213,9 +211,7 @@ def _replication_of(folder: Path, record: JobRecord) -> int:
 
 def _most(run: RunState, state: str) -> int:
     """How many members had this state at once, at the most."""
-    changes = sorted(
-        (t, new == state, member) for member, spans in run.members.spans.items() for t, new in spans
-    )  # fmt: skip
+    changes = sorted((t, new == state, member) for member, spans in run.members.spans.items() for t, new in spans)
     here: set[str] = set()
     most = 0
     for _, comes, member in changes:
@@ -407,7 +403,6 @@ ASSUMED = (
     "assumed: fp32 gradients and parameters with AdamW, links that nobody else uses, a core for each server, a standby "
     "for each machine that fails"
 )
-
 
 
 def told(question: Question, candidates: Sequence[Candidate], verdict: Judgement) -> RenderableType:

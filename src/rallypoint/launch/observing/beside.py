@@ -95,8 +95,6 @@ def _flat(settings: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, st
             yield f"{path}{key}", str(value)
 
 
-
-
 def follow(run: Path, wish: Wish) -> str:
     """Carry the order out on the run in this folder. Returns a sentence; RallypointError if it cannot be done."""
     match wish.order:

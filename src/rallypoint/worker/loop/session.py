@@ -20,14 +20,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import WORD_BYTES
 from rallypoint.core.modes import Feature
 from rallypoint.core.order import stream_reads
-from rallypoint.core.protocol import (
-    Capture,
-    GiveUp,
-    Leaving,
-    Propose,
-    Reached,
-    Welcome,
-)
+from rallypoint.core.protocol import Capture, GiveUp, Leaving, Propose, Reached, Welcome
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
@@ -73,9 +66,7 @@ def started(
     `alone`), which has a part of the model, and for models with tables, whose parts depend on the size of shards.
     """
     words = _words_of(model) if alone else 0
-    cluster = ClusterFacts(
-        welcome.workers, welcome.servers, welcome.link_mbit, welcome.one_host, welcome.shard_bytes
-    )  # fmt: skip
+    cluster = ClusterFacts(welcome.workers, welcome.servers, welcome.link_mbit, welcome.one_host, welcome.shard_bytes)
     return with_start_values(config, given, WORD_BYTES * words, cluster)
 
 

@@ -284,9 +284,7 @@ class RankJob:
         spread.check_data(data.dataset)
         for tensor in spread.frozen:
             spread.collect_value(tensor, None)
-        batches = MicroBatches(
-            data.dataset, config, spread.device, data.collate, part=spread.part, loader=data.loader
-        )
+        batches = MicroBatches(data.dataset, config, spread.device, data.collate, part=spread.part, loader=data.loader)
         self._run = RankRun(spread, config, batches, in_order(spread, layout_of(spread, config)), folder)
         self._group.at("in the script, before its loop")
         return self._run
