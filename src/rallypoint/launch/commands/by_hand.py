@@ -147,6 +147,7 @@ def run_coordinator(
             say(f"waiting for {servers} and {workers}")
         if by_hand:
             console, link, told = stack.enter_context(shown(where, access.transport))
+            console.later = service.is_later
         while True:
             try:
                 failure = service.wait()
