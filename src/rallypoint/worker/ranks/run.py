@@ -319,7 +319,7 @@ def heard(group: RankGroup) -> tuple[JobConfig, Path]:
     """On another rank: return what the leader tells."""
     start = msgspec.msgpack.decode(group.all_bytes(b"")[0], type=Start)
     torch.set_num_threads(start.threads)
-    return parse(start.config), Path(start.folder or ".")
+    return parse(start.config), Path(start.folder).absolute()
 
 
 # ---- The leader's side: it stands in for the whole worker, as a worker of one process does for itself ----
