@@ -777,6 +777,7 @@ def test_a_last_version_that_cannot_be_stored_is_held_until_there_is_room_or_the
     assert presses == ([signal.SIGINT] if way == "room" else []), "the press is used up: again Ctrl-C ends the scripts"
     said = played.said.splitlines()
     assert said[0] == f"the run's folder: {played.folder}"
+    assert said[1] == "starting 1 server and 1 worker: each imports torch first"
     assert said[-1] == f"everything of this run: {played.folder}"
     assert said[-2].startswith("done: 12 steps, ")
 

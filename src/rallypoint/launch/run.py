@@ -89,6 +89,7 @@ def launch(
         write_plan(plan)
         console.console.print(f"[dim]the run's folder: {escape(plan.folder)}[/dim]", soft_wrap=True)
         screen = console.console
+        screen.print(f"[dim]starting {_started(plan)}: each imports torch first[/dim]", soft_wrap=True)
         if not isinstance(screen, Screen):
             return _launch_locked(plan, console, intervene or _let_be, edited)
         with screen.unhurried():
@@ -146,6 +147,13 @@ def _keep_code(plan: Launch, console: RunConsole, *, original: bool) -> list[str
     if sentence := kept_code.keep(plan.script, folder):
         console.say(f"[yellow]{escape(sentence)}[/yellow]")
     return []
+
+
+def _started(plan: Launch) -> str:
+    """What a run starts at once beside its coordinator, as ``2 servers and 4 workers``."""
+    numbers = {"server": plan.servers, "aggregator": plan.aggregators, "worker": plan.workers[1] + plan.standby}
+    said = [f"{number} {role}{'s' * (number != 1)}" for role, number in numbers.items() if number]
+    return f"{', '.join(said[:-1])} and {said[-1]}" if len(said) > 1 else "".join(said)
 
 
 def _let_be(_: ClusterRun) -> None:
