@@ -22,9 +22,11 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import LIVING_S, Terms
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.commands.by_hand import _argv_of, decoded, described
+from rallypoint.launch.commands import by_hand
+from rallypoint.launch.commands.by_hand import _argv_of, check_reachable, decoded, described
 from rallypoint.launch.options import RunOptions
 from rallypoint.net.handshake import role_token
+from rallypoint.store.snapshots import SnapshotStore
 from support.beside import until
 from support.programs import run_program
 
@@ -136,6 +138,29 @@ def test_a_program_gets_where_the_coordinator_may_be_and_its_role_s_token_alone(
     ]
 
 
+def test_a_server_on_loopback_is_refused_if_its_coordinator_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_the_way(bind: str, towards: str) -> str:
+        return "127.0.0.1:0" if towards.startswith("127.") else "10.0.0.8:0"
+
+    monkeypatch.setattr(by_hand, "advertised", on_the_way)
+    for fine in (("127.0.0.1:0", "", "127.0.0.1:4700"), ("10.0.0.8:0", "", "10.0.0.7:4700"),
+                 ("127.0.0.1:0", "node8", "10.0.0.7:4700"), ("127.0.0.1:0", "", "file:/nothing/there")):  # fmt: skip
+        check_reachable("server", *fine)
+    for places in ("10.0.0.7:4700", "127.0.0.1:4700,head:4700"):
+        with pytest.raises(UsageError, match=r"a server at 127\.0\.0\.1:0.*others reach too: add --bind 10\.0"):
+            check_reachable("server", "127.0.0.1:0", "", places)
+
+
+def test_members_without_a_name_have_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two containers, the process ids and the hosts' names may be equal."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    names = {environment.own_name("worker") for _ in range(100)}
+    assert len(names) == 100
+    assert all(re.fullmatch(r"worker-1-[0-9a-f]{8}", name) for name in names)
+    monkeypatch.setenv(environment.ID, "w7")
+    assert environment.own_name("worker") == "w7"
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -194,6 +219,50 @@ def test_ctrl_c_at_a_coordinator_that_was_started_by_hand_ends_the_job_for_all(m
     assert members.started["server"].wait(40.0) == 3, members.said("server")  # it would go on for 60 s without a word
     assert "server: the job failed: the coordinator was interrupted" in members.said("server")
     assert "failed: the coordinator was interrupted" in members.said("coordinator")
+
+
+def test_snapshots_that_the_coordinator_does_not_see_end_the_job_before_its_first_step(members: Members) -> None:
+    """Each process has a memory of its own, as each host has a disk of its own."""
+    members.start("coordinator", "coordinator", "--snapshots", "memory://each-its-own")
+    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
+    members.start("server", "server", "--coordinator", address)
+    members.start("worker", "worker", "--coordinator", address, "train.py")
+    assert members.started["coordinator"].wait(PATIENCE_S) == 3, members.said("coordinator")
+    said = members.said("coordinator")
+    assert "does not see in memory://each-its-own what members have stored there: server on " in said
+    assert "(server-0.shards). Let --snapshots (or --folder) be a folder that all hosts share" in said
+    assert "step 1/" not in said
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_a_coordinator_by_hand_takes_a_last_snapshot(members: Members) -> None:
+    (members.folder / "train.py").write_text(SCRIPT.replace("steps=6", "steps=10**9"))
+    members.start("coordinator", "coordinator", "--snapshots", str(members.folder / "kept"))
+    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
+    members.start("server", "server", "--coordinator", address)
+    members.start("worker", "worker", "--coordinator", address, "train.py")
+    step = int(members.until("coordinator", r"step (\d+)/"))
+    members.started["coordinator"].send_signal(signal.SIGINT)
+    assert members.started["coordinator"].wait(40.0) == 130, members.said("coordinator")
+    stored = [manifest.version for manifest in SnapshotStore(str(members.folder / "kept")).manifests()]
+    assert stored[0] == 0
+    assert stored[-1] >= step
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_refused_is_told_so_and_why_and_the_job_goes_on(members: Members) -> None:
+    (members.folder / "train.py").write_text(SCRIPT.replace("steps=6", "steps=10**9"))
+    (members.folder / "other.py").write_text(SCRIPT.replace("steps=6", "steps=7"))
+    members.start("coordinator", "coordinator")
+    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
+    members.start("server", "server", "--coordinator", address)
+    members.start("w0", "worker", "--coordinator", address, "train.py")
+    members.until("coordinator", r"(step \d+/)")
+    members.start("w1", "worker", "--coordinator", address, "other.py")
+    assert members.started["w1"].wait(PATIENCE_S) == 1, members.said("w1")
+    assert "w1: the coordinator has refused this member, and the job goes on without it: w1 on " in members.said("w1")
+    assert "the job failed" not in members.said("w1")
+    assert members.started["w0"].poll() is None
 
 
 @pytest.mark.slow

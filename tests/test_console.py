@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 from typing import Any
 
 import msgspec
@@ -117,6 +118,36 @@ def test_what_is_waited_for_after_the_jobs_end_is_no_training(monkeypatch: pytes
         now_is[0] = next(now)
     shown.close()
     assert "96,000 samples in 100.0 s (960 samples/s)" in said.getvalue()
+
+
+def test_the_rate_does_not_count_the_time_in_which_nobody_told_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator was away: the steps that were made meanwhile are not in the rate, nor is the time."""
+    said, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    shown = RunConsole(Console(file=said, width=200, highlight=False))
+    shown.show(PLAN)
+    for at, step in ((1.0, 0), (2.0, 1), (12.0, 101), (13.0, 102), (18.0, 103)):
+        now[0] = at
+        shown.show(StepDone(step=step, loss=0.5, items=64))
+    rates = [float(rate.replace(",", "")) for rate in re.findall(r"([\d,]+) samples/s", said.getvalue())]
+    assert rates == [21.0], said.getvalue()
+
+
+def test_a_console_of_a_later_coordinator_counts_from_the_first_step_that_it_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The journal's step is of the last change of members: here step 3, long ago."""
+    said, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    shown = RunConsole(Console(file=said, width=200, highlight=False))
+    shown.later = True
+    shown.show(msgspec.structs.replace(PLAN, done=3))
+    for step in range(1479, 1500):
+        now[0] += 0.5
+        shown.show(StepDone(step=step, loss=0.5, items=64))
+    shown.show(Finished())
+    shown.close()
+    assert "done: 1500 steps, of them 20 now, 1,280 samples in 10.0 s (128 samples/s)" in said.getvalue()
 
 
 def test_figures_that_the_next_coordinator_announces_again_are_shown_once() -> None:

@@ -144,3 +144,11 @@ def test_a_coordinator_that_moves_and_kills_change_no_byte(by_hand: ByHand) -> N
     assert status == 0, alone
     assert set(found) == set(re.findall(r"sha256 (\w+)", alone))
     assert len(found) == 2
+
+
+def test_a_server_that_no_other_host_could_reach_is_refused_before_it_joins(by_hand: ByHand) -> None:
+    host = by_hand.servers[0]
+    by_hand.start("server0", "server", host)
+    assert by_hand.running.pop("server0").wait(PATIENCE_S) == 1
+    where = f"the coordinator is at {by_hand.first.address}:4700, which others reach too: add --bind {host.address}:0"
+    assert where in by_hand.said("server0")

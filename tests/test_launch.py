@@ -476,7 +476,7 @@ def test_a_script_that_fails_before_it_joins_ends_the_run_with_one_traceback(tmp
 def test_a_worker_that_ends_without_a_word_fails_the_run_after_a_last_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_run, "_LAST_SNAPSHOT_S", 60.0)
+    monkeypatch.setattr(cluster_run, "LAST_SNAPSHOT_S", 60.0)
     loss = "            micro.backward("
     quits = "            if micro.step == 20 and job.id == 'worker1':\n                os._exit(3)\n"
     played = Played(tmp_path, "import os" + LONG_RUN.replace(loss, quits + loss), workers=2)
@@ -777,6 +777,7 @@ def test_a_last_version_that_cannot_be_stored_is_held_until_there_is_room_or_the
     assert presses == ([signal.SIGINT] if way == "room" else []), "the press is used up: again Ctrl-C ends the scripts"
     said = played.said.splitlines()
     assert said[0] == f"the run's folder: {played.folder}"
+    assert said[1] == "starting 1 server and 1 worker: each imports torch first"
     assert said[-1] == f"everything of this run: {played.folder}"
     assert said[-2].startswith("done: 12 steps, ")
 

@@ -263,9 +263,7 @@ class AggregatorRelay:
 
     def _arrived(self, event: Arrived) -> Iterable[machine.Effect]:
         header = event.header
-        return self._shell.arrived(
-            header.shard, header.step, self._ticket(header, event.buffer, None), header.view
-        )
+        return self._shell.arrived(header.shard, header.step, self._ticket(header, event.buffer, None), header.view)
 
     def _ticket(self, header: Header, buffer: Buffer, sender: Channel | None) -> int:
         self._last_ticket += 1

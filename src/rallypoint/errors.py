@@ -34,6 +34,14 @@ NO_SNAPSHOT = (  # the coordinator says it, or a worker that is asked for first 
 )
 
 
+REFUSED = "the coordinator has refused this member, and the job goes on without it: "  # a reason follows
+
+
+def how_it_ended(failure: str) -> str:
+    """What a member that was started by hand says of the end of its part in a job that did not end well for it."""
+    return failure if failure.startswith(REFUSED) else f"the job failed: {failure}"
+
+
 def to_install(extra: str) -> str:
     """Return the command that installs what an extra of this package needs; no package index has rallypoint itself."""
     try:
@@ -157,7 +165,7 @@ class JobAborted(RallypointError):
 
 def sentence_of(error: BaseException) -> str:
     """What an error says, in one sentence."""
-    if isinstance(error, RallypointError):
+    if isinstance(error, RallypointError | OSError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.coordinator import inbox
+from rallypoint.coordinator import inbox, snapshots
 from rallypoint.coordinator.acts import AddFigures, AddPart, BeginSnapshot, CommitSnapshot
 from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core.cluster.effects import FindSnapshot
@@ -46,15 +47,15 @@ class Keeper:
         else:
             self.answers.put(event)
 
-    def store(self, version: int) -> str:
-        """As servers do: begin, write the parts, tell."""
+    def store(self, version: int, second: Path | None = None) -> str:
+        """As servers do: begin, write the parts, tell. The second one may see another folder."""
         name = snapshot_id(version, 1)
         self.keeper.do(BeginSnapshot(name))
         everything = list(records(version))
-        for index in range(2):
-            part = SnapshotStore(self.url).write_part(name, f"server{index}", everything[index::2], "zstd")
+        for index, url in enumerate((self.url, str(second or self.url))):
+            part = SnapshotStore(url).write_part(name, f"server{index}", everything[index::2], "zstd")
             entries = {shard: (e.file, e.offset, e.length, e.checksum) for shard, e in part.shards.items()}
-            self.keeper.do(AddPart(Stored(name, part.files, entries)))
+            self.keeper.do(AddPart(Stored(name, part.files, entries), f"server{index} on node{index}"))
         return name
 
     def commit(
@@ -108,7 +109,7 @@ def test_the_parts_of_a_snapshot_that_was_given_up_are_forgotten(keeper: Keeper)
     name = keeper.store(3)
     keeper.keeper.do(BeginSnapshot(snapshot_id(4, 1)))
     assert keeper.commit(name, 3) == SnapshotLost(name, "its parts have been forgotten")
-    keeper.keeper.do(AddPart(Stored(name, {}, {})))  # a straggler's word changes nothing
+    keeper.keeper.do(AddPart(Stored(name, {}, {}), "server0 on node0"))  # a straggler's word changes nothing
     assert keeper.find() == SnapshotFound("")
 
 
@@ -117,7 +118,7 @@ def test_a_snapshot_that_lacks_a_part_is_not_committed(keeper: Keeper) -> None:
     keeper.keeper.do(BeginSnapshot(name))
     part = SnapshotStore(keeper.url).write_part(name, "server0", list(records(3))[1:], "zstd")
     entries = {shard: (e.file, e.offset, e.length, e.checksum) for shard, e in part.shards.items()}
-    keeper.keeper.do(AddPart(Stored(name, part.files, entries)))
+    keeper.keeper.do(AddPart(Stored(name, part.files, entries), "server0 on node0"))
     failed = keeper.commit(name, 3)
     assert isinstance(failed, SnapshotLost)
     assert "lacks 1 shards" in failed.reason
@@ -145,6 +146,68 @@ def test_a_store_that_fails_is_an_answer_and_never_silence(
     assert isinstance(keeper.commit(name, 5), inbox.SnapshotCommitted), "committed is committed"
     assert keeper.find() == SnapshotFound(name, 5)
     assert keeper.said == [f"old snapshots could not be deleted: {sentence}"]
+
+
+# ---- a folder that is not shared ---------------------------------------------------------------------------------
+
+
+def unshared(folder: Path, file: str) -> str:
+    return (
+        f"the coordinator on {socket.gethostname()} does not see in {folder} what members have stored there: server1 "
+        f"on node1 ({file}). Let --snapshots (or --folder) be a folder that all hosts share, or a URL such as "
+        "s3://bucket/run; --snapshots none trains without snapshots"
+    )
+
+
+def test_a_snapshot_with_a_file_that_the_coordinator_does_not_see_is_not_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest would name a file on another host's disk: nothing could be loaded from it."""
+    monkeypatch.setattr(snapshots, "_LOOK_AGAIN_S", (0.0, 0.0))
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    keeper = Keeper(shared)
+    name = keeper.store(3, other)
+    assert keeper.commit(name, 3) == SnapshotLost(name, unshared(shared, "server1-0.shards"))
+    assert isinstance(keeper.commit(keeper.store(4), 4), inbox.SnapshotCommitted), "the next one is seen"
+    end_threads(keeper.keeper.stop())
+    assert keeper.on_disk() == [4]
+
+
+def test_if_it_is_the_first_snapshot_the_job_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "_LOOK_AGAIN_S", ())
+    keeper = Keeper(tmp_path / "shared")
+    name = keeper.store(0, tmp_path / "other")
+    assert keeper.commit(name, 0) == inbox.EndWanted(unshared(tmp_path / "shared", "server1-0.shards"))
+    end_threads(keeper.keeper.stop())
+
+
+def test_a_file_of_another_size_is_not_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "_LOOK_AGAIN_S", ())
+    keeper = Keeper(tmp_path)
+    name = keeper.store(3)
+    file = tmp_path / name / "server1-0.shards"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert keeper.commit(name, 3) == SnapshotLost(name, unshared(tmp_path, file.name))
+    end_threads(keeper.keeper.stop())
+
+
+def test_a_file_that_a_network_file_system_shows_late_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    keeper = Keeper(shared)
+    name, looks = keeper.store(3, other), list[float]()
+
+    def comes(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            (other / name / "server1-0.shards").rename(shared / name / "server1-0.shards")
+
+    monkeypatch.setattr(snapshots.time, "sleep", comes)
+    assert isinstance(keeper.commit(name, 3), inbox.SnapshotCommitted)
+    assert len(looks) == 2
+    assert 3.0 < sum(snapshots._LOOK_AGAIN_S) < files.END_PATIENCE_S
+    end_threads(keeper.keeper.stop())
 
 
 # ---- a store that does not answer ------------------------------------------------------------------------------

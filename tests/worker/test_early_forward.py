@@ -408,6 +408,33 @@ def test_what_a_forward_pass_does_unseen_is_found_and_from_then_on_all_are_waite
     assert re.search(why, said)
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.trunk(x)
+        return self.first(hidden), self.last(hidden)
+
+
+def test_a_graph_that_the_script_keeps_reads_no_parameter_of_the_next_step(hold: Hold) -> None:
+    """Two losses, and an average of the weights: the first loss's graph still holds views of the weights."""
+    model = TwoHeads()
+    average = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with EmbeddedJob(servers=2) as job:
+        for micro in job.train(model, data(), **SETTINGS):
+            with micro:
+                first, last = model(micro.batch[0])
+                one, other = first.square().mean(), F.mse_loss(last, micro.batch[1])
+                micro.backward(one, more=True, retain_graph=True)
+                micro.backward(other)
+            for name, value in model.named_parameters():
+                average[name].lerp_(value.detach(), 0.1)
+    assert hold.said == []
+    assert hold.began == EARLY
+
+
 @pytest.mark.parametrize("backend", ["eager"])
 def test_compiled_code_is_not_compiled_again_and_reads_whole_versions(hold: Hold, backend: str) -> None:
     torch._dynamo.reset()

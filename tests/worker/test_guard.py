@@ -101,6 +101,22 @@ def test_a_change_that_would_do_nothing_is_refused_at_its_step(
         train(build(), at(5, change), sync=sync)
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_where_the_model_is_stepped_in_place_a_change_is_not_said_to_be_replaced(servers: int) -> None:
+    here, elsewhere = "by the script: on a cluster the next version would", "by the script: the next version would"
+    model = build()
+
+    def trained() -> None:
+        with EmbeddedJob(servers=servers) as job:
+            for micro in job.train(model, DATA, replicas=2, batch=4, steps=8):
+                with micro:
+                    micro.backward(loss_of(model, micro))
+                clamps(model)
+
+    with pytest.raises(UsageError, match=here if servers == 1 else elsewhere):
+        trained()
+
+
 def test_a_layer_that_thaws_is_refused() -> None:
     model = build()
     model[0].requires_grad_(False)

@@ -16,6 +16,7 @@ from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster
 from rallypoint.worker.tensors import weights_hash
+from rallypoint.worker.wrapped import OwnRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -40,6 +41,34 @@ def test_buffers_are_those_of_replica_0_on_all() -> None:
 def test_one_process_needs_no_launcher() -> None:
     with EmbeddedJob() as job:
         assert train_wrapped(job, "workers", 1) == (0, train_plain("workers", 1))
+
+
+@pytest.mark.parametrize("steps_it", [True, False])
+def test_a_schedule_that_the_loop_does_not_step_is_warned_of_once(
+    steps_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(OwnRun, "say", lambda run, text: said.append(text))
+    with EmbeddedJob() as job:
+        model = Net()
+        inner, schedule = build("workers", model)
+        optimizer = wrap_in(job, model, inner, steps=STEPS, schedule=schedule)
+        for step in range(STEPS):
+            loss_of(model, step, 0).backward()
+            optimizer.step()
+            if steps_it:
+                schedule.step()
+    assert len(said) == (not steps_it)
+    assert steps_it or "call the StepLR's step() after each optimizer.step()" in said[0]
+
+
+@pytest.mark.parametrize(("given", "item", "number"), [({}, "batches", 1), ({"batch": 64}, "samples", 64)])
+def test_without_batch_the_rate_counts_batches(given: dict[str, int], item: str, number: int) -> None:
+    with EmbeddedJob() as job:
+        model = Net()
+        run = wrap_in(job, model, build("workers", model)[0], steps=STEPS, **given).run
+        assert (run.config.reading.item, run.config.reading.items_per_sample) == (item, number)
+        assert run.folder == Path.cwd(), "a job alone has no folder"
 
 
 def test_without_seeds_the_random_generators_are_the_loops_alone() -> None:

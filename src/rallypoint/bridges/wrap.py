@@ -39,7 +39,7 @@ class WrapSettings(TypedDict, total=False):
 
 def wrap(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | Optimizer, *, steps: int,
-    schedule: LRScheduler | None = None, replicas: int = 0, batch: int = 1, seeded: bool = True,
+    schedule: LRScheduler | None = None, replicas: int = 0, batch: int = 0, seeded: bool = True,
     **settings: Unpack[WrapSettings],
 ) -> WrappedOptimizer:  # fmt: skip
     """Join the job, and return an optimizer whose `step` is the job's; the loop and its batches stay the script's.
@@ -54,9 +54,9 @@ def wrap(
 
     `steps` is the number of optimizer steps of the whole job. `schedule` is stepped up to the position; from there the
     loop steps it, as before. `replicas`: how many processes compute; 0: as many as the
-    launcher has started. `batch`: samples of one process at one step, for the rate that is shown. `seeded`: the global
-    random generators are seeded for each step, so that a step's random numbers do not depend on when the process was
-    started.
+    launcher has started. `batch`: samples of one process at one step, for the rate that is shown; 0: batches are
+    counted. `seeded`: the global random generators are seeded for each step, so that a step's random numbers do not
+    depend on when the process was started.
 
     Raises ConfigError for settings that do not go together, UsageError for a model that is wrapped already or has
     gradients, and what `rallypoint.join` and `Job.train` raise. Calls in the loop that mean something else than in
@@ -71,7 +71,7 @@ def wrap(
 
 def wrap_in(
     job: Job | RankJob, model: torch.nn.Module, optimizer: torch.optim.Optimizer | Optimizer, *, steps: int,
-    schedule: LRScheduler | None = None, replicas: int = 0, batch: int = 1, seeded: bool = True,
+    schedule: LRScheduler | None = None, replicas: int = 0, batch: int = 0, seeded: bool = True,
     **settings: Unpack[WrapSettings],
 ) -> WrappedOptimizer:  # fmt: skip
     """`wrap` for a job that the script has joined."""
@@ -84,8 +84,10 @@ def wrap_in(
     job.run_type = OwnRun
     told: dict[str, Any] = {
         "sync": AllReduce() if own else Sync(), "replicas": replicas or job.started, "batch": 1, "steps": steps,
-        "reading.items_per_sample": batch, "reading.order": "own", "network.overlap": False, **settings,
+        "reading.items_per_sample": batch or 1, "reading.order": "own", "network.overlap": False, **settings,
     }  # fmt: skip
+    if not batch:
+        told["reading.item"] = "batches"
     told |= {"own_optimizer": optimizer} if own else {"optimizer": optimizer}
     replay = None if schedule is None else Replay(schedule)
     run = job.train(model, OneSample(), **told)
@@ -98,7 +100,7 @@ def wrap_in(
     inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _shown(model, run)
     if replay is not None:
         replay.to(run.position)
-    return WrappedOptimizer(run, inner, steps_here=own)
+    return WrappedOptimizer(run, inner, steps_here=own, schedule=schedule if own else None)
 
 
 def _check_first(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Optimizer) -> None:

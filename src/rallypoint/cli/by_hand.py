@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
 import typer
@@ -16,16 +16,13 @@ from rallypoint.core.plan.topology import MOST_MBIT
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
-from rallypoint.launch.options import (
-    HealthAt,
-    JobAddress,
-    RunOptions,
-    Tls,
-    TokenFile,
-    with_options,
-)
+from rallypoint.launch.options import HealthAt, JobAddress, RunOptions, Tls, TokenFile, with_options
 from rallypoint.launch.plan import FILES, LAUNCHER, Advertise, option
 from rallypoint.net.handshake import ROLES
+
+if TYPE_CHECKING:
+    from rallypoint.aggregator import AggregatorService
+    from rallypoint.server.service import ServerService
 
 
 class Alone(RunOptions, frozen=True, kw_only=True):
@@ -108,7 +105,7 @@ def coordinator(
 def server(
     options: Listening,
     coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
-    id: Annotated[str, typer.Option(help="This server's name; by default RALLYPOINT_ID, or server-PID.")] = "",
+    id: Annotated[str, typer.Option(help="This server's name; by default RALLYPOINT_ID, or one of its own.")] = "",
     link_mbit: Annotated[float, typer.Option(
         min=0, max=MOST_MBIT, metavar="MBIT/S",
         help="The rate of its link: it gets shards in proportion (0: like most others).",
@@ -124,20 +121,9 @@ def server(
 
     If the coordinator may move: [bold]--coordinator 10.0.0.7:4700,10.0.0.9:4700[/bold]
     """
-    from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
-    from rallypoint.launch.observing.health import answering, health_at
     from rallypoint.server.service import ServerService
 
-    access = access_of(token_file, "server", tls, bind=options.at)
-    address = address_of(coordinator)
-    service = ServerService(
-        id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
-        token=access.token, bind=options.at, advertise=options.advertise, transport=access.transport,
-        near=os.environ.get(environment.NEAR, ""), link_mbit=link_mbit,
-    )  # fmt: skip
-    with answering(options.health or health_at()) as told:
-        status = run_server(service, address, told, access.transport)
-    end_process(status)
+    _serve("server", ServerService, options, coordinator, token_file, tls, id, link_mbit=link_mbit)
 
 
 @app.command(context_settings=PASS_ON, rich_help_panel=BY_HAND)
@@ -148,7 +134,7 @@ def worker(
         help="Your training script, run by this Python, or a program; everything after it is passed on to it.",
     )] = "",
     coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
-    id: Annotated[str, typer.Option(help="This worker's name; by default RALLYPOINT_ID, or worker-PID.")] = "",
+    id: Annotated[str, typer.Option(help="This worker's name; by default RALLYPOINT_ID, or one of its own.")] = "",
     ranks: Annotated[int, typer.Option(
         min=1, metavar="N", help="Processes of this worker, which share the model (FSDP2, tensor, pipeline parallel).",
     )] = 1,
@@ -182,7 +168,7 @@ def worker(
 def aggregator(
     options: Listening,
     coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
-    id: Annotated[str, typer.Option(help="This aggregator's name; by default RALLYPOINT_ID, or aggregator-PID.")] = "",
+    id: Annotated[str, typer.Option(help="This aggregator's name; by default RALLYPOINT_ID, or one of its own.")] = "",
 ) -> None:  # fmt: skip
     """Run one aggregator of one job: it adds up the contributions of workers near it.
 
@@ -192,15 +178,24 @@ def aggregator(
     Example: [bold]RALLYPOINT_NEAR=rack2 rallypoint aggregator --coordinator 10.0.0.7:4700 --bind 10.0.0.9:0[/bold]
     """
     from rallypoint.aggregator import AggregatorService
-    from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
+
+    _serve("aggregator", AggregatorService, options, coordinator, token_file, tls, id)
+
+
+def _serve(
+    role: str, kind: type[ServerService | AggregatorService], options: Listening, coordinator: str, token_file: str,
+    tls: str, id: str, **more: float,
+) -> NoReturn:  # fmt: skip
+    """Run a server or an aggregator to the end of its job."""
+    from rallypoint.launch.commands.by_hand import address_of, check_reachable, end_process, run_server
     from rallypoint.launch.observing.health import answering, health_at
 
-    access = access_of(token_file, "aggregator", tls, bind=options.at)
+    access = access_of(token_file, role, tls, bind=options.at)
     address = address_of(coordinator)
-    service = AggregatorService(
-        id=id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}", coordinator=address,
-        token=access.token, near=os.environ.get(environment.NEAR, ""), bind=options.at,
-        advertise=options.advertise, transport=access.transport,
+    check_reachable(role, options.at, options.advertise, address)
+    service = kind(
+        id=id or environment.own_name(role), coordinator=address, token=access.token, bind=options.at,
+        advertise=options.advertise, transport=access.transport, near=os.environ.get(environment.NEAR, ""), **more,
     )  # fmt: skip
     with answering(options.health or health_at()) as told:
         status = run_server(service, address, told, access.transport)

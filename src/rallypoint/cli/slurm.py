@@ -59,9 +59,7 @@ def slurm(
     hint_at_misspelt(context, str(script))
     if options.engine != "local" or options.hosts:
         raise UsageError("a Slurm job runs on the machines that Slurm gives it: without --engine and --hosts")
-    ours = msgspec.structs.replace(
-        options, engine="slurm", or_resume=True, gpus=0.0, folder=options.folder or FOLDER
-    )
+    ours = msgspec.structs.replace(options, engine="slurm", or_resume=True, gpus=0.0, folder=options.folder or FOLDER)
     ours.run([], script=str(script))  # its options can be used
     words = arguments_of(ours)
     batch = Batch(

@@ -77,9 +77,10 @@ class BeginSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class AddPart:
-    """Add a part that a member has stored to its snapshot."""
+    """Add a part that a member has stored to its snapshot; `writer` names the member, as ``server1 on node2``."""
 
     part: Stored
+    writer: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -329,9 +329,7 @@ class Announcer:
         course = self._machine.course
         if course.record is None:
             return []
-        said = self.comparable.said(
-            course.record, view, self._members, first=not view.origin and course.furthest < 0
-        )
+        said = self.comparable.said(course.record, view, self._members, first=not view.origin and course.furthest < 0)
         return [act for text in said for act in self.announce(Say(text), now)]
 
     def _idle_workers(self, members: Members, now: float) -> list[Act]:

@@ -13,16 +13,7 @@ from typing import Generic, TypeVar
 
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.protocol import (
-    Capture,
-    Contributed,
-    Evaluated,
-    Message,
-    NotStored,
-    Report,
-    Stored,
-    Updated,
-)
+from rallypoint.core.protocol import Capture, Contributed, Evaluated, Message, NotStored, Report, Stored, Updated
 from rallypoint.core.view import View, ViewNumber
 
 

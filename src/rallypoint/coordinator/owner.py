@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rallypoint.coordinator import inbox
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.errors import RallypointError
+from rallypoint.errors import sentence_of
 
 TICKS = 8  # in one heartbeat, the time after which a silent member is given up
 _SLOWEST_TICK_S = 0.5  # also with a long heartbeat: the machine's clock moves with the ticks
@@ -87,8 +87,7 @@ class Owner:
         try:
             self._handle(event)
         except Exception as error:
-            why = str(error) if isinstance(error, RallypointError) else f"{type(error).__name__}: {error}"
-            self._handle(inbox.EndWanted(f"the coordinator failed: {why}"))
+            self._handle(inbox.EndWanted(f"the coordinator failed: {sentence_of(error)}"))
 
 
 # The time without pauses of this process.

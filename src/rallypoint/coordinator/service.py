@@ -104,7 +104,7 @@ class CoordinatorService:
         me = replace(me, secret=job_secret(self._journal.secret, me.token))
         self._persistence = Persistence(self._journal, lambda text: self._owner.put(inbox.SentenceSaid(text)))
         recovered = self._journal.load()
-        self._is_later = self._terms.earlier > 0 or recovered is not None
+        self.is_later = self._terms.earlier > 0 or recovered is not None  # it goes on with the job of an earlier one
         word = None if recovered is None or self._resume is not None else recovered.last_word
         self._ended_before = "" if word is None else f"failed: {word.reason}" if isinstance(word, Abort) else "finished"
         self._shell = CoordinatorShell(
@@ -136,7 +136,7 @@ class CoordinatorService:
     def _listen(self, me: Identity) -> Connections:
         """Listen. The members of an earlier coordinator come back to this address alone: while another process has the
         port, try again for as long as they do."""
-        until = time.monotonic() + (self._terms.living if self._is_later else 0.0)
+        until = time.monotonic() + (self._terms.living if self.is_later else 0.0)
         said = Once()
         while True:
             try:
@@ -214,9 +214,7 @@ class CoordinatorService:
         if not self._terms.snapshots:
             return None
         about = self._join_info
-        return SnapshotKeeper(
-            about.snapshots, about.compression, about.retention, put=self._owner.put,
-        )  # fmt: skip
+        return SnapshotKeeper(about.snapshots, about.compression, about.retention, put=self._owner.put)
 
     def _welcome(self) -> Welcome:
         about, record = self._join_info, self._shell.machine.record

@@ -243,7 +243,7 @@ class CoordinatorShell:
                 return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
             case Stored():
                 part = own_part(message, self.machine.shards_to_store(hello.id, message.snapshot))
-                return [*acts, AddPart(part), *self._drive(event_of(hello.id, part))]
+                return [*acts, AddPart(part, f"{hello.id} on {hello.host}"), *self._drive(event_of(hello.id, part))]
             case _:
                 logged = [AppendLog(message)] if isinstance(message, AuditFound) else []
                 return [*acts, *logged, *self._drive(event_of(hello.id, message))]

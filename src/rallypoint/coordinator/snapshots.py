@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,18 +16,21 @@ from rallypoint.coordinator.acts import Act, AddFigures, AddPart, BeginSnapshot,
 from rallypoint.core.cluster.effects import FindSnapshot
 from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
 from rallypoint.core.protocol import Stored
-from rallypoint.errors import RallypointError
+from rallypoint.errors import sentence_of
 from rallypoint.store.files import EndingThread, patiently
 from rallypoint.store.manifest import Manifest, ShardEntry
 from rallypoint.store.snapshots import Retention, SnapshotStore
 
 _JUDGED_LATE = 8  # complete snapshots whose evaluation may still be under way
+_LOOK_AGAIN_S = (0.1, 0.4, 1.5, 3.0)  # seconds before each further look for files that a network file system hides
+_NAMED = 3  # writers in a sentence
 
 
 @dataclass
 class _Parts:
     files: dict[str, int] = field(default_factory=dict)
     shards: dict[int, ShardEntry] = field(default_factory=dict)
+    writers: dict[str, str] = field(default_factory=dict)  # of each file
     began: float = field(default_factory=time.monotonic)
 
 
@@ -53,8 +57,8 @@ class SnapshotKeeper:
         match act:
             case BeginSnapshot(snapshot=snapshot):
                 self._parts = {snapshot: _Parts()}  # drop the parts of earlier snapshots
-            case AddPart(part=part):
-                self._add(part)
+            case AddPart(part=part, writer=writer):
+                self._add(part, writer)
             case CommitSnapshot():
                 self._begin_commit(act)
             case AddFigures():
@@ -69,9 +73,10 @@ class SnapshotKeeper:
         self._tasks.put(None)
         return self._thread, self._doing
 
-    def _add(self, part: Stored) -> None:
+    def _add(self, part: Stored, writer: str) -> None:
         if (parts := self._parts.get(part.snapshot)) is not None:
             parts.files.update(part.files)
+            parts.writers.update(dict.fromkeys(part.files, writer))
             parts.shards.update({shard: ShardEntry(*entry) for shard, entry in part.shards.items()})
 
     def _begin_commit(self, act: CommitSnapshot) -> None:
@@ -84,8 +89,7 @@ class SnapshotKeeper:
             metrics=dict(act.metrics), compression=self._compression, shards=parts.shards, files=parts.files,
             stop=act.stop, decided=act.decided,
         )  # fmt: skip
-        began = parts.began
-        self._tasks.put((f"the manifest of snapshot {manifest.id}", lambda: self._commit(act, manifest, began)))
+        self._tasks.put((f"the manifest of snapshot {manifest.id}", lambda: self._commit(act, manifest, parts)))
 
     # ---- on the keeper's thread ----
 
@@ -95,15 +99,20 @@ class SnapshotKeeper:
             try:
                 call()
             except Exception as error:  # else the coordinator would wait for an answer for ever
-                self._put(inbox.EndWanted(f"the thread for snapshots failed: {type(error).__name__}: {error}"))
+                self._put(inbox.EndWanted(f"the thread for snapshots failed: {sentence_of(error)}"))
 
-    def _commit(self, act: CommitSnapshot, manifest: Manifest, began: float) -> None:
+    def _commit(self, act: CommitSnapshot, manifest: Manifest, parts: _Parts) -> None:
         try:
+            if unseen := self._unseen(manifest):
+                why = _not_shared(unseen, parts.writers, self._store.url)
+                first = manifest.version == 0  # nothing is lost yet, and later ones would not be seen either
+                self._put(inbox.EndWanted(why) if first else SnapshotLost(manifest.id, why))
+                return
             self._store.commit(manifest)
         except Exception as error:  # a remote filesystem may raise anything; the job waits for an answer
-            self._put(SnapshotLost(manifest.id, _sentence(error)))
+            self._put(SnapshotLost(manifest.id, sentence_of(error)))
             return
-        nbytes, seconds = sum(manifest.files.values()), time.monotonic() - began
+        nbytes, seconds = sum(manifest.files.values()), time.monotonic() - parts.began
         self._put(inbox.SnapshotCommitted(manifest.id, manifest.version, nbytes, seconds))
         self._complete.pop(act.step, None)
         self._complete[act.step] = manifest
@@ -116,7 +125,15 @@ class SnapshotKeeper:
             keep = (manifest.id, act.origin)
             self._store.retain(self._kept_by(act), keep, thorough=False, versions=lambda v: v == best or v > decided)
         except Exception as error:
-            self._put(inbox.SentenceSaid(f"old snapshots could not be deleted: {_sentence(error)}"))
+            self._put(inbox.SentenceSaid(f"old snapshots could not be deleted: {sentence_of(error)}"))
+
+    def _unseen(self, manifest: Manifest) -> list[str]:
+        """The snapshot's files that the coordinator does not see, after it has looked for some seconds."""
+        for pause in _LOOK_AGAIN_S:
+            if not self._store.unseen(manifest):
+                return []
+            time.sleep(pause)
+        return self._store.unseen(manifest)
 
     def _kept_by(self, act: CommitSnapshot) -> Retention:
         """Which snapshots are kept; the best one also if only the script asks for it."""
@@ -136,7 +153,7 @@ class SnapshotKeeper:
                 self._complete[act.step] = judged
         except Exception as error:
             self._put(
-                inbox.SentenceSaid(f"the figures of snapshot {manifest.id} could not be stored: {_sentence(error)}")
+                inbox.SentenceSaid(f"the figures of snapshot {manifest.id} could not be stored: {sentence_of(error)}")
             )
 
     def _of_version(self, version: int) -> Manifest | None:
@@ -148,7 +165,7 @@ class SnapshotKeeper:
         try:
             manifest = patiently(lambda: self._store.latest_usable(say), say, "looking for the newest snapshot")
         except Exception as error:
-            self._put(inbox.EndWanted(f"the snapshots cannot be read: {_sentence(error)}"))
+            self._put(inbox.EndWanted(f"the snapshots cannot be read: {sentence_of(error)}"))
             return
         if manifest is None:
             self._put(SnapshotFound(""))
@@ -157,5 +174,13 @@ class SnapshotKeeper:
             self._put(SnapshotFound(manifest.id, manifest.version, *known))
 
 
-def _sentence(error: Exception) -> str:
-    return str(error) if isinstance(error, (RallypointError, OSError)) else f"{type(error).__name__}: {error}"
+def _not_shared(unseen: Sequence[str], writers: Mapping[str, str], where: str) -> str:
+    """The sentence that names who has stored files in a folder of the same name that is not the coordinator's."""
+    first = {writers[file]: file for file in reversed(unseen)}
+    named = [f"{writer} ({first[writer]})" for writer in sorted(first)]
+    more = f" and {len(named) - _NAMED} others" if len(named) > _NAMED else ""
+    return (
+        f"the coordinator on {socket.gethostname()} does not see in {where} what members have stored there: "
+        f"{', '.join(named[:_NAMED])}{more}. Let --snapshots (or --folder) be a folder that all hosts share, or a URL "
+        "such as s3://bucket/run; --snapshots none trains without snapshots"
+    )

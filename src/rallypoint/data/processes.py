@@ -38,7 +38,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.order import Forecast, Place, places_after, places_from
 from rallypoint.data.shards import ShardedDataset
-from rallypoint.errors import DataError, RallypointError
+from rallypoint.errors import DataError, sentence_of
 from rallypoint.observe.waits import wait_until
 
 Loaded = tuple[Place, Any, list[str], tuple[str, str]]  # the batch, what was skipped; or an error and its traceback
@@ -56,7 +56,7 @@ class LoadRequests(Dataset[Loaded]):
         try:
             batch, skipped = self._batches.loaded(*place)
         except Exception as error:
-            sentence = str(error) if isinstance(error, RallypointError) else f"{type(error).__name__}: {error}"
+            sentence = sentence_of(error)
             return place, None, [], (sentence, traceback.format_exc())
         return place, batch, skipped, ("", "")
 

@@ -322,9 +322,7 @@ class PartIterator:
     def _worker_info(self) -> Any:
         if self._parts == 1 or _shards_itself(self._source, self._parts):
             return None
-        return of_torch.WorkerInfo(
-            id=self._part, num_workers=self._parts, seed=self._seed, dataset=self._source
-        )
+        return of_torch.WorkerInfo(id=self._part, num_workers=self._parts, seed=self._seed, dataset=self._source)
 
 
 def asked_for(function: Any) -> tuple[str, ...]:

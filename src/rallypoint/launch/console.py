@@ -360,6 +360,8 @@ def _columns(width: int, *, loss: bool) -> list[ProgressColumn]:
 class RunConsole:
     """Shows the coordinator's announcements, and the lines that workers print."""
 
+    later = False  # the job was begun before: count from the first step that is told of
+
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Screen(highlight=False)
         self.state = RunState()
@@ -392,13 +394,17 @@ class RunConsole:
     def show(self, message: Message) -> None:
         """Show one announcement of the coordinator."""
         state, self.heard = self.state, time.monotonic()
-        first, before = state.plan is None, state.view
+        first, before, step = state.plan is None, state.view, state.step
         if not state.take(message, self.heard):
             return
         match message:
             case Planned() if first:
                 self._begin(message)
             case StepDone():
+                if message.step + 1 - step > self._every:  # nobody tells of the others: the coordinator was away
+                    self._recent.clear()
+                if self.later:
+                    self.later, state.began_at, self._start = False, message.step + 1, self.heard
                 self._step(message)
             case ScriptAt():
                 self._sums_made()
@@ -563,7 +569,7 @@ class RunConsole:
         loss = f"{done.loss:.4f}" if done.has_loss(plan) else ""
         if self._progress is not None and self._task is not None:
             self._progress.update(
-                self._task, completed=state.step, loss=loss or "-", rate=self._rate(plan.item),
+                self._task, completed=state.step, loss=loss or "-", rate=self._rate(plan.item).strip(),
                 metrics=_figures({**done.figures, **state.evaluation[1]}),
             )  # fmt: skip
         elif now - self._last_plain >= _PLAIN_EVERY_S or state.step == plan.steps:
@@ -571,7 +577,7 @@ class RunConsole:
             here = max(1, state.step - state.began_at)  # steps since this run began, or went on
             left = (now - self._start) / here * (plan.steps - state.step)
             # The first step's time is no estimate
-            estimate = f"  {self._rate(plan.item)}  {left:.0f} s left" if here > 1 else ""
+            estimate = f"{self._rate(plan.item)}  {left:.0f} s left" if here > 1 else ""
             logged = f"  {_figures(done.figures)}" if done.figures else ""
             told = f"  loss {loss}" if loss else ""
             self.console.print(f"step {state.step}/{plan.steps}{told}{logged}{estimate}")
@@ -598,7 +604,7 @@ class RunConsole:
             return ""
         seconds = self._recent[-1][0] - self._recent[0][0]
         items = sum(count for _, count in list(self._recent)[1:])
-        return f"{items / max(seconds, 1e-9):,.0f} {item}/s"
+        return f"  {items / max(seconds, 1e-9):,.0f} {item}/s"
 
 
 def _count(number: int, what: str) -> str:

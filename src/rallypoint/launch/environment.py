@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Mapping
 
 COORDINATOR = "RALLYPOINT_COORDINATOR"
@@ -37,6 +38,12 @@ ANSWERS_AT = "health checks are answered at "  # the beginning of the line in wh
 JOB_FAILED = "the job failed: "  # the beginning of the line in which a coordinator says why, as JSON
 _THREADS, _SPINS, _WAITING = "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"  # read by OpenMP
 LISTENS_AT = "the coordinator listens at "  # the beginning of the line that a coordinator prints when it is ready
+
+
+def own_name(role: str) -> str:
+    """Return the name of a member that is given none: RALLYPOINT_ID, or its own, as ``worker-7-c0ffee12``. Two
+    containers may have the same process id, and the same host name: the rest is random."""
+    return os.environ.get(ID) or f"{role}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def with_threads(number: int) -> dict[str, str]:

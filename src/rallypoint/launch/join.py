@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 
 from rallypoint.coordinator.service import JoinInfo
-from rallypoint.errors import JobAborted, RallypointError, UsageError
+from rallypoint.errors import JobAborted, RallypointError, UsageError, how_it_ended
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.console import RunConsole
@@ -75,9 +75,7 @@ def join() -> Job | RankJob:
     if not coordinator:
         if (place := place_of(os.environ)) is not None:
             enter(place)  # this process becomes the supervisor of one that runs the script with an address
-        return _closed_at_exit(EmbeddedJob(
-            console=RunConsole(), about=JoinInfo(threads=torch.get_num_threads())
-        ))  # fmt: skip
+        return _closed_at_exit(EmbeddedJob(console=RunConsole(), about=JoinInfo(threads=torch.get_num_threads())))
     if (coordinator, os.getpid()) in _joined:
         raise UsageError(JOINED)
     by_hand = not hold_lifeline()
@@ -95,7 +93,7 @@ def join() -> Job | RankJob:
     access = access_of(role="worker")
     with contextlib.ExitStack() as until_exit:
         health = until_exit.enter_context(answering(health_at()))
-        name = os.environ.get(environment.ID) or f"worker-{os.getpid()}"
+        name = environment.own_name("worker")
         tracer = Tracer(name)
         job = (_JoinedByHand if by_hand else Job)(
             id=name, coordinator=coordinator, token=access.token, transport=access.transport,
@@ -166,7 +164,7 @@ class _JoinedByHand(Job):
         if error is None:
             say(f"{self.id}: the job is over")
         elif isinstance(error, JobAborted):
-            say(f"{self.id}: the job failed: {error}")
+            say(f"{self.id}: {how_it_ended(str(error))}")
         elif isinstance(error, SystemExit) and not error.code and self._leaving:
             say(f"{self.id} has left the job")
 

@@ -89,6 +89,7 @@ def launch(
         write_plan(plan)
         console.console.print(f"[dim]the run's folder: {escape(plan.folder)}[/dim]", soft_wrap=True)
         screen = console.console
+        screen.print(f"[dim]starting {_started(plan)}: each imports torch first[/dim]", soft_wrap=True)
         if not isinstance(screen, Screen):
             return _launch_locked(plan, console, intervene or _let_be, edited)
         with screen.unhurried():
@@ -148,6 +149,13 @@ def _keep_code(plan: Launch, console: RunConsole, *, original: bool) -> list[str
     return []
 
 
+def _started(plan: Launch) -> str:
+    """What a run starts at once beside its coordinator, as ``2 servers and 4 workers``."""
+    numbers = {"server": plan.servers, "aggregator": plan.aggregators, "worker": plan.workers[1] + plan.standby}
+    said = [f"{number} {role}{'s' * (number != 1)}" for role, number in numbers.items() if number]
+    return f"{', '.join(said[:-1])} and {said[-1]}" if len(said) > 1 else "".join(said)
+
+
 def _let_be(_: ClusterRun) -> None:
     """Do nothing: the default for `intervene`."""
 
@@ -157,7 +165,7 @@ _GRACE_S = 5.0  # seconds in which the worker that has failed the job may end by
 _CLOSE_S = 15.0  # seconds in which servers and the coordinator may close their files; longer than a store is waited for
 _ERROR_S = 1.0  # seconds in which other workers may end with the error that one has ended with
 _POLL_S, _PORTION_S = 0.02, 0.1  # between two looks; for lines without end, before there is a look around
-_LAST_SNAPSHOT_S, _NOTICE_S = 3.0, 60.0  # for a last snapshot: after Ctrl-C, after a notice (it comes early)
+LAST_SNAPSHOT_S, _NOTICE_S = 3.0, 60.0  # for a last snapshot: after Ctrl-C, after a notice (it comes early)
 _LOST_S = LIVING_S + 10.0  # a worker that was given up before the end: it finds no coordinator, and ends by then
 _SILENCE_S = 5.0  # seconds after which a wait reports what it waits for
 
@@ -520,7 +528,7 @@ def _take_last_snapshot(run: ClusterRun, interrupts: list[int], patience: float 
         return
     run._observer.send(SnapshotWanted())
     interrupts.clear()
-    deadline = time.monotonic() + (patience or _LAST_SNAPSHOT_S)
+    deadline = time.monotonic() + (patience or LAST_SNAPSHOT_S)
     # One that was under way already may be complete first: the next one is of what was computed until now
     while run.console.steps_stored < steps and time.monotonic() < deadline and set(interrupts) <= {*NOTICES}:
         if run._is_over or run.console.failure:

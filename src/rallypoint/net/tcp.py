@@ -210,9 +210,7 @@ class TcpConnection:
         self._port = port or Port()
         self.local = is_local(sock)
         self._traffic = traffic or Traffic()
-        self._flow = self._traffic.opened(
-            peer if dialed else "", lambda: round_trip_of(sock), lambda: pace_of(sock)
-        )
+        self._flow = self._traffic.opened(peer if dialed else "", lambda: round_trip_of(sock), lambda: pace_of(sock))
 
     @property
     def peer(self) -> str:

@@ -5,10 +5,7 @@ This module is only the list of recipes: to read it takes no torch.
 
 from __future__ import annotations
 
-RECIPES = {
-    "gpt": "rallypoint.recipes.gpt",
-    "resnet": "rallypoint.recipes.resnet",
-}
+RECIPES = {"gpt": "rallypoint.recipes.gpt", "resnet": "rallypoint.recipes.resnet"}
 """The module of each recipe; its `main(argv)` trains and returns the exit status."""
 
 DESCRIPTIONS = {

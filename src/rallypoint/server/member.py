@@ -19,7 +19,7 @@ from rallypoint.config import parse
 from rallypoint.core.protocol import Aborted, Beat, Finished, Hello, Message, NewView, Prepare, Refused, Welcome
 from rallypoint.core.shard.shell import Fence
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
+from rallypoint.errors import REFUSED, AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
@@ -332,6 +332,8 @@ class ListeningMember(ABC):
                     self._links.adopt(view)
             case Finished():
                 self._views.end(None)
+            case Refused(reason=reason, final=True):
+                self._views.end(f"{REFUSED}{reason}")
             case Aborted(reason=reason) | Refused(reason=reason):
                 self._views.end(reason)
             case _:

@@ -517,9 +517,7 @@ class Replication:
         """Send a shard's whole state to its backup, or to the third server."""
         server = self._shell.machine.pairs.server(record.shard, incoming=incoming)
         data = encode_record(record, "none")
-        header = Header(
-            Kind.STATE, self._shell.fence.number, shard=record.shard, step=record.version, length=len(data)
-        )
+        header = Header(Kind.STATE, self._shell.fence.number, shard=record.shard, step=record.version, length=len(data))
         digest = self._digest_of_state(record.shard, server, record.version)
         self._shell.fill(record.shard, server, record.version, digest).send(header, memoryview(data))
 

@@ -120,7 +120,8 @@ def best_of(store: SnapshotStore, newest: Manifest) -> tuple[Manifest, str]:
     for manifest in others:
         if rule.better(manifest.metrics[rule.metric], best.metrics[rule.metric]):
             best = manifest
-    return best, f"its {rule.metric} of {best.metrics[rule.metric]:.6g} is the best of {len(judged)}"
+    said = f"its {rule.metric} of {best.metrics[rule.metric]:.6g} is the best of {len(judged)} snapshots that are kept"
+    return best, said
 
 
 class _Flat:

@@ -25,7 +25,7 @@ from typing import TypeVar
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
-from rallypoint.errors import ConfigError, RallypointError, SnapshotError
+from rallypoint.errors import ConfigError, RallypointError, SnapshotError, sentence_of
 
 _PARTIAL = ".partial"
 
@@ -118,6 +118,18 @@ class Files:
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(name for name in (path.rstrip("/").rpartition("/")[2] for path in found) if name)
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the size in bytes of each file directly in `folder`; nothing when it does not exist.
+
+        The folder is read anew: NFS may tell of a single file for a minute that it is not there.
+        """
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._full(folder), detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return {str(one["name"]).rpartition("/")[2]: int(one["size"] or 0) for one in found}
 
     def remove(self, path: str) -> None:
         """Remove a file, also across a power cut. Does nothing when there is none."""
@@ -282,7 +294,7 @@ def patiently(
         except Exception as error:  # remote filesystems raise exceptions of any type
             if not _is_transient(error):
                 raise
-            say(f"{doing}: {_sentence(error)}; trying again in {delay:g} s")
+            say(f"{doing}: {sentence_of(error)}; trying again in {delay:g} s")
         (pause or time.sleep)(delay)
     try:
         return call()
@@ -290,7 +302,7 @@ def patiently(
         if not _is_transient(error):
             raise
         raise SnapshotError(
-            f"{_sentence(error)} ({len(DELAYS_S) + 1} tries, {doing}): when it answers again, go on with "
+            f"{sentence_of(error)} ({len(DELAYS_S) + 1} tries, {doing}): when it answers again, go on with "
             "`rallypoint resume`"
         ) from error
 
@@ -314,10 +326,6 @@ def read_again(call: Callable[[], _T]) -> _T:
 
 def _is_transient(error: Exception) -> bool:
     return isinstance(error, StoreSilent) or not isinstance(error, RallypointError)
-
-
-def _sentence(error: Exception) -> str:
-    return str(error) if isinstance(error, (RallypointError, OSError)) else f"{type(error).__name__}: {error}"
 
 
 END_PATIENCE_S = 10.0  # seconds that a store may still take when the job is over

@@ -90,11 +90,7 @@ def order(identifier: str) -> tuple[int, int]:
     return found
 
 
-# How large the files of a part are: small ones for a slow store, so that its progress is told in time.
-#
-# Whether a snapshot gets on is judged by its files. Bytes go fast into a store's cache, or into memory for a remote
-# one:
-# only a file that is durable tells how fast the store is.
+# How large the files of a part are: small in a slow store, because only a durable file tells of progress.
 
 
 FIRST_BYTES = 8 << 20  # of the first file, when nothing is known of the store
@@ -197,6 +193,12 @@ class SnapshotStore:
             raise SnapshotFailed(f"snapshot {manifest.id} is not committed: {error}") from None
         self._put(manifest.id, f"{manifest.id}/{_MANIFEST}", data)
         self._put(manifest.id, _LATEST, latest_text(manifest.id))
+
+    def unseen(self, manifest: Manifest) -> list[str]:
+        """Return the snapshot's files that are not here, or have another size than their writers have told."""
+        with self._reading("", manifest.id):
+            found = self._files.sizes(manifest.id)
+        return [file for file, size in sorted(manifest.files.items()) if found.get(file) != size]
 
     def amend(self, manifest: Manifest) -> bool:
         """Write a committed snapshot's manifest again, with other metrics. Returns False if the snapshot is gone.

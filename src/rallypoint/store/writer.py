@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from rallypoint.core.protocol import NotStored, Stored
-from rallypoint.errors import RallypointError
+from rallypoint.errors import RallypointError, sentence_of
 from rallypoint.store.files import end_threads
 from rallypoint.store.manifest import Compression
 from rallypoint.store.record import Array, ShardRecord
@@ -154,11 +154,10 @@ class SnapshotWriter:
             pass
         # Remote filesystems raise exceptions of any type; without an answer the job would wait for ever
         except Exception as error:
-            known = isinstance(error, (RallypointError, OSError))
             wanted = not part.over
             self._end(part)
             if wanted:
-                self._tell(NotStored(part.snapshot, str(error) if known else f"{type(error).__name__}: {error}"))
+                self._tell(NotStored(part.snapshot, sentence_of(error)))
 
     def _records_of(self, part: _InProgress) -> Iterator[ShardRecord]:
         for _ in range(part.shards):

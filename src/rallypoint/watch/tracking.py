@@ -26,11 +26,7 @@ from rallypoint.watch.state import EVALUATION, RunState
 
 _LOOK_S = 0.25
 PREDECESSOR_S = 5.0  # so long another process that follows the same log, for the same target, may take to end
-_NEEDS = {
-    "tensorboard": ("tensorboardX",),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
-}
+_NEEDS = {"tensorboard": ("tensorboardX",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 KINDS = tuple(_NEEDS)
 
 

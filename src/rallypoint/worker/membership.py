@@ -37,7 +37,7 @@ from rallypoint.core.worker.slots import Store
 from rallypoint.data.files import File, StoredFiles
 from rallypoint.data.peers import Asking, Known, PeerAnswers, Roster
 from rallypoint.data.shards import ShardedDataset
-from rallypoint.errors import JobAborted, ProtocolError, RallypointError
+from rallypoint.errors import REFUSED, JobAborted, ProtocolError, RallypointError
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.places import advertised
 from rallypoint.net.tcp import is_ipv6, split_address
@@ -416,6 +416,8 @@ class MemberMessages:
                 self._stopping.wish(reason or "the operator")
             case ScriptAt(rank=rank, sums=sums, worker=worker):
                 self.script_ended(rank, sums, worker)
+            case Refused(reason=reason, final=True):
+                self._fail(JobAborted(f"{REFUSED}{reason}"))
             case Aborted(reason=reason) | Refused(reason=reason):
                 self._fail(JobAborted(reason))
             case _ if not self._sharing.takes(message):

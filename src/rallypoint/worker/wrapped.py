@@ -289,9 +289,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
         run: the run, for `say` and `folder`.
     """
 
-    def __init__(self, run: OwnRun, inner: torch.optim.Optimizer, *, steps_here: bool) -> None:
+    def __init__(
+        self, run: OwnRun, inner: torch.optim.Optimizer, *, steps_here: bool, schedule: LRScheduler | None = None
+    ) -> None:  # fmt: skip
         # (not the base class's: this one has no groups and no state of its own)
         self.inner, self.run, self._steps_here = inner, run, steps_here
+        self._schedule, self._scheduled = schedule, getattr(schedule, "last_epoch", None)
         self._loss: torch.Tensor | None = None
         self._figures: dict[str, float | torch.Tensor] = {}
         self._rates = [group.get("lr") for group in inner.param_groups]
@@ -365,6 +368,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             if self._loss is None and isinstance(result, torch.Tensor) and result.numel() == 1:
                 self._loss = result
         self._check_rates()
+        if self._schedule is not None and self.run.position > self._begins_at:
+            self._check_schedule(self._schedule)
         loss, figures, self._loss, self._figures = self._loss, self._figures, None, {}
         self.run.push(None if loss is None else loss.detach().reshape(()), figures)
         if not self._steps_here:
@@ -425,6 +430,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
         for group in self.inner.param_groups:
             group["lr"] = rate_of(self.run.config, self.run.position)
         self._rates = [group["lr"] for group in self.inner.param_groups]
+
+    def _check_schedule(self, schedule: LRScheduler) -> None:
+        """At the second step of this process: warn if the loop has not stepped its schedule after the first one."""
+        self._schedule = None  # once
+        if self._scheduled is not None and schedule.last_epoch == self._scheduled and self.run.replica == 0:
+            self.run.say(
+                "warning: rp.wrap was given schedule=, and the loop does not step it, so the learning rate stays: call "
+                f"the {type(schedule).__qualname__}'s step() after each optimizer.step()"
+            )
 
     def _check_rates(self) -> None:
         if not self._steps_here and [group.get("lr") for group in self.inner.param_groups] != self._rates:

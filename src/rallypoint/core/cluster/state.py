@@ -135,10 +135,7 @@ def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, se
     able, here = len(members.proposed.keys() - members.leaving), len(members.servers)
     match phase:
         case Phase.GATHERING:
-            missing = [
-                *_missing(servers - here, "server"),
-                *_missing(workers - len(members.workers), "worker"),
-            ]
+            missing = [*_missing(servers - here, "server"), *_missing(workers - len(members.workers), "worker")]
             silent = sorted(members.workers.keys() - members.proposed.keys())
             return " and ".join(missing) if missing else f"the model of {', '.join(silent)}"
         case Phase.RECOVERING:

@@ -128,10 +128,7 @@ def candidates_for(
         sent = msgspec.structs.replace(workload, up=encoding.up, down=encoding.down)
         if encoding.cast:  # which synchronise at every step
             found += _peers(msgspec.structs.replace(sent, steps=1), machines, encoding, replicas)
-        found += [
-            _ours(sent, machines, encoding, site, words)
-            for site, words in _sites(sent, machines, replicas)
-        ]  # fmt: skip
+        found += [_ours(sent, machines, encoding, site, words) for site, words in _sites(sent, machines, replicas)]
     return found
 
 

@@ -48,9 +48,7 @@ class Pairs:
         other = (third.server, third.paired, homed) if primary and third is not None else None
         if (backup, other) == (self.known.get((index, False)), self.known.get((index, True))):
             return False, False, False
-        new: dict[Copy, Pair | None] = {
-            (index, False): backup, (index, True): other,
-        }  # fmt: skip
+        new: dict[Copy, Pair | None] = {(index, False): backup, (index, True): other}
         before = {copy: self.known.pop(copy, None) for copy in new}
         self.known |= {copy: pair for copy, pair in new.items() if pair is not None}
         arrived = backup is not None and before[index, True] == backup

@@ -18,8 +18,8 @@ import msgspec
 
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.protocol import Aborted, Finished, Message
-from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
+from rallypoint.core.protocol import Aborted, Finished, Message, Release, SnapshotWanted
+from rallypoint.errors import ConfigError, LinkError, RallypointError, UsageError, how_it_ended, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, access_of
 from rallypoint.launch.commands.resume import command_of, start_of
@@ -31,10 +31,10 @@ from rallypoint.launch.observing.health import Health, of_process, stuck_for
 from rallypoint.launch.observing.stacks import keep_stacks
 from rallypoint.launch.options import check_script
 from rallypoint.launch.plan import Launch, is_loopback, join_info_of, terms_of
-from rallypoint.launch.run import INTERRUPTED
+from rallypoint.launch.run import INTERRUPTED, LAST_SNAPSHOT_S
 from rallypoint.net.handshake import Identity, new_token, role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.places import Whereabouts
+from rallypoint.net.places import Whereabouts, advertised
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import flush_output, say
 from rallypoint.observe.lines import printable_lines
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 FAILED = 3  # the exit status of a coordinator and of servers whose job has failed
 _LAST_WORD_S = 2.0  # seconds in which the end of the job may arrive at the console
+_POLL_S = 0.02
 _MOMENT_S = 1.0  # seconds in which threads that are about to end may do so
 _LONGEST_LIFE_S = 86_400.0  # for which members go on without a coordinator
 _MANY, _ASK_FOR_LOCK_S = 100, 0.1  # members; see `share_lock_among_many`
@@ -145,15 +146,23 @@ def run_coordinator(
             servers, workers = _count(terms.servers, "server"), _count(terms.workers_start, "worker")
             say(f"waiting for {servers} and {workers}")
         if by_hand:
-            _, told = stack.enter_context(shown(where, access.transport))
-        try:
-            failure = service.wait()
-        except KeyboardInterrupt:
-            if not by_hand:
-                raise
-            interrupted = True
-            service.abort("the coordinator was interrupted")
-            failure = service.wait()
+            console, link, told = stack.enter_context(shown(where, access.transport))
+            console.later = service.is_later
+        while True:
+            try:
+                failure = service.wait()
+                break
+            except KeyboardInterrupt:
+                if not by_hand or interrupted:
+                    raise
+                if console.holding:  # the first Ctrl-C lets the job end without its last version stored
+                    console.holding = False
+                    link.send(Release())
+                    continue
+                interrupted = True
+                if terms.snapshots:
+                    _take_last_snapshot(console, link)
+                service.abort("the coordinator was interrupted")
         if by_hand:
             told.wait(_LAST_WORD_S)
         elif failure is not None:  # the launcher's link may not be up yet, if the members were faster
@@ -165,6 +174,15 @@ def run_coordinator(
     if interrupted:
         return INTERRUPTED
     return 0 if failure is None else FAILED
+
+
+def _take_last_snapshot(console: RunConsole, link: CoordinatorLink) -> None:
+    """After Ctrl-C: store the newest version if that is quick. Ctrl-C again ends the wait."""
+    steps, until = console.state.step, time.monotonic() + LAST_SNAPSHOT_S
+    link.send(SnapshotWanted())
+    with contextlib.suppress(KeyboardInterrupt):
+        while console.steps_stored < steps and not console.state.ended and time.monotonic() < until:
+            time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager
@@ -192,6 +210,21 @@ def _told_to_go(folder: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def check_reachable(role: str, bind: str, advertise: str, coordinator: str) -> None:
+    """Raise UsageError for a server or aggregator on loopback whose coordinator is not: members elsewhere could not
+    connect to it. Where nobody knows yet where the coordinator is (a file that is not there), nothing is checked."""
+    if advertise or not is_loopback(bind.rpartition(":")[0]):
+        return
+    with contextlib.suppress(LinkError):
+        for place in Whereabouts(coordinator).now():
+            mine = advertised("[::]:0", towards=place)
+            if not is_loopback(mine.rpartition(":")[0]):
+                raise UsageError(
+                    f"no other machine can connect to a {role} at {bind}, and the coordinator is at {place}, which "
+                    f"others reach too: add --bind {mine}, this machine's address on the way there"
+                )
+
+
 def run_server(
     service: ServerService | AggregatorService, coordinator: str, health: Health, transport: Transport
 ) -> int:  # fmt: skip
@@ -214,20 +247,13 @@ def run_server(
         if by_hand:
             where = f"listens at {service.address} and has joined the job at {coordinator}"
             say(f"{service.id} {where}; it waits for {service.waits_for}")
-            hosts = [place.rpartition(":")[0] for place in coordinator.split(",")]
-            elsewhere = any(host[:1] in tuple("[123456789") and not is_loopback(host) for host in hosts)
-            if elsewhere and is_loopback(service.address.rpartition(":")[0]):
-                say(
-                    f"warning: no other machine reaches {service.address}: a worker elsewhere cannot use this "
-                    f"{service.role}. Start it with --bind and an address of this machine", error=True
-                )
         import_for_optimizers()
         failure = service.wait()
     finally:
         service.close()
     if by_hand:
         over = "is over" if service.view is not None else f"was over before this {service.role} took part in it"
-        ended = f"the job {over}" if failure is None else f"the job failed: {printable_lines(str(failure))}"
+        ended = f"the job {over}" if failure is None else how_it_ended(printable_lines(str(failure)))
         say(f"{service.id}: {ended}")
     if failure is None and left.is_set():
         return environment.left_status()
@@ -271,7 +297,7 @@ def start_worker(
     the one that starts and watches so many.
     """
     argv = grouped(tuple(_argv_of(command)), ranks)
-    name = id or os.environ.get(environment.ID) or f"worker-{os.getpid()}"
+    name = id or environment.own_name("worker")
     address, access = address_of(coordinator), access_of(token_file, "worker", tls)
     if not (access.token or access.transport.secure):
         raise UsageError(
@@ -326,8 +352,9 @@ def _announce(address: str) -> None:
 @contextlib.contextmanager
 def shown(
     where: Where, transport: Transport, screen: Screen | None = None
-) -> Iterator[tuple[RunConsole, threading.Event]]:  # fmt: skip
-    """While in the body, show the job's progress. Yields the console, and the event that its end has been shown."""
+) -> Iterator[tuple[RunConsole, CoordinatorLink, threading.Event]]:  # fmt: skip
+    """While in the body, show the job's progress. Yields the console, the link that it hears, and the event that the
+    job's end has been shown."""
     console, told = RunConsole(screen), threading.Event()
 
     def show(message: Message) -> None:
@@ -336,12 +363,10 @@ def shown(
             told.set()
 
     me = Identity("observer", "console", role_token(where.token, "observer"))
-    link = CoordinatorLink(
-        transport=transport, address=where.coordinator, me=me, handlers=Handlers(show, _ended)
-    )
+    link = CoordinatorLink(transport=transport, address=where.coordinator, me=me, handlers=Handlers(show, _ended))
     link.start()
     try:
-        yield console, told
+        yield console, link, told
     finally:
         link.close()
         console.close()

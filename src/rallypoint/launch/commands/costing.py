@@ -197,9 +197,7 @@ def _replication_of(folder: Path, record: JobRecord) -> int:
 
 def _most(run: RunState, state: str) -> int:
     """How many members had this state at once, at the most."""
-    changes = sorted(
-        (t, new == state, member) for member, spans in run.members.spans.items() for t, new in spans
-    )  # fmt: skip
+    changes = sorted((t, new == state, member) for member, spans in run.members.spans.items() for t, new in spans)
     here: set[str] = set()
     most = 0
     for _, comes, member in changes:

@@ -21,11 +21,7 @@ from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.state import Resumed, begun_by
 from rallypoint.core.cluster.storing.snapshot_duty import ATTEMPTS
 from rallypoint.errors import UsageError
-from rallypoint.launch.folder import (
-    has_snapshot,
-    refuse_a_finished_run,
-    refuse_a_running_run,
-)
+from rallypoint.launch.folder import has_snapshot, refuse_a_finished_run, refuse_a_running_run
 from rallypoint.launch.kept_code import CODE, refuse_others_script, refuse_others_words
 from rallypoint.launch.plan import RUN_FILE, Launch, parse_workers, program_of, read_plan
 from rallypoint.observe.lenient import say

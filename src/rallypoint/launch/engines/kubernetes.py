@@ -102,9 +102,7 @@ _OURS = {"workers", "servers", "snapshots", "sets", *_NOT_IN_A_POD}  # not passe
 class RenderOptions(RunOptions, frozen=True, kw_only=True):
     """The options of a job on Kubernetes: those of a coordinator, and those of its pods."""
 
-    image: Annotated[str, option(
-        help="The image with rallypoint and your script.", panel=_JOB, metavar="IMAGE",
-    )] = ""  # fmt: skip
+    image: Annotated[str, option(help="The image with rallypoint and your script.", panel=_JOB, metavar="IMAGE")] = ""
     name: Annotated[str, option(help="The job's name.", panel=_JOB, metavar="NAME")] = "rallypoint"
     secret: Annotated[str, option(
         help="The Secret with the roles' tokens; by default NAME-token. See `rallypoint k8s secret`.", panel=_JOB,

@@ -199,11 +199,7 @@ def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> s
 
 
 def _resources(tasks: int, cpus: int, gpus: int) -> list[str]:
-    return [
-        f"--ntasks={tasks}",
-        f"--cpus-per-task={cpus}",
-        *([f"--gpus-per-task={gpus}"] if gpus else []),
-    ]
+    return [f"--ntasks={tasks}", f"--cpus-per-task={cpus}", *([f"--gpus-per-task={gpus}"] if gpus else [])]
 
 
 def _sbatch(options: Sequence[str]) -> list[str]:

@@ -199,7 +199,7 @@ class RankSupervisor:
         # Other ranks print between our lines
         screen = Screen(file=cast(IO[str], self._output), highlight=False, force_terminal=False)
         where, transport = Where(self._address, self._token), access_of(role="observer").transport
-        self._console, _ = stack.enter_context(shown(where, transport, screen))
+        self._console, *_ = stack.enter_context(shown(where, transport, screen))
 
     def _start_members(self) -> None:
         for name in self._duties.servers:

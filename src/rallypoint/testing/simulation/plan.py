@@ -103,9 +103,7 @@ _PATIENT_S = 30.0
 
 def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
-    around: dict[type, Callable[[Plan], Plan]] = {
-        PausedPlay: _paused, Uneven: links.uneven, ResumedPlay: resumed,
-    }  # fmt: skip
+    around: dict[type, Callable[[Plan], Plan]] = {PausedPlay: _paused, Uneven: links.uneven, ResumedPlay: resumed}
     if isinstance(played, PausedPlay | Uneven | ResumedPlay):
         return around[type(played)](make_plan(seed, played.of))
     changes: dict[type, Callable[[Plan], Plan]] = {

@@ -66,9 +66,7 @@ class SimulatedWorker:
         self.membership = SimulatedMembership(
             self.node, "worker", self._on_message, self._on_admitted, beat=lambda: _beat_of(self)
         )
-        self._evaluations = SimulatedEvaluations(
-            self._exchange, self.evaluate_s, self.membership.send, self._poke
-        )  # fmt: skip
+        self._evaluations = SimulatedEvaluations(self._exchange, self.evaluate_s, self.membership.send, self._poke)
         self._script = Script(job.stop, lambda: self.shell.view if self.shell.number.count else None,
             self.membership.send)
 

@@ -228,10 +228,7 @@ class RowPulls:
                         raise JobAborted(NO_SNAPSHOT)  # servers wait for first weights of the thread that waits here
                     for shard in self._unasked(pull):
                         self._ask(pull, shard)
-                    locked.wait(
-                        lambda: self._goes_on(pull, unwinds),
-                        lambda: self._where_missing(pull),
-                    )
+                    locked.wait(lambda: self._goes_on(pull, unwinds), lambda: self._where_missing(pull))
             finally:
                 self._pull = None
         if pull.outdated:

@@ -338,9 +338,7 @@ class Exchange:
             halves = pinned_words(-(-words // 2)).view(torch.bfloat16)
             self.memory = NarrowVector(layout, self.buffer, halves[:words])
         formats = ShardCodecStates(config)
-        plan = worker_plan(
-            config, layout, formats.among(layout), early=early, in_place=bool(self.in_place.parameters)
-        )  # fmt: skip
+        plan = worker_plan(config, layout, formats.among(layout), early=early, in_place=bool(self.in_place.parameters))
         self._shell = shell = shell_for(context.me, plan)
         observed(shell.machine, context.me)
         if shell.states.kept:

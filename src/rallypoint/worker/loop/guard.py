@@ -101,11 +101,14 @@ class ModelGuard:
         compares = parts.alone and parts.streamed is None
         if not compares:
             return NoGuard(parts.model)
-        return cls(parts.model, parts.tensors, wrapped=parts.config.reading.order == "own")
+        own, in_place = parts.config.reading.order == "own", bool(parts.exchange.in_place.parameters)
+        return cls(parts.model, parts.tensors, wrapped=own, in_place=in_place)
 
-    def __init__(self, model: torch.nn.Module, tensors: ModelTensors, *, wrapped: bool) -> None:
-        """`wrapped`: the loop is the script's own (`rp.wrap`)."""
-        self._wrapped = wrapped
+    def __init__(
+        self, model: torch.nn.Module, tensors: ModelTensors, *, wrapped: bool, in_place: bool = False
+    ) -> None:  # fmt: skip
+        """`wrapped`: the loop is the script's own (`rp.wrap`). `in_place`: the model itself is the servers' state."""
+        self._wrapped, self._in_place = wrapped, in_place
         self._model, self._new_buffers = model, NewBuffers(model)
         trained = {placed.entry.spec.name: placed.tensor for placed in tensors.parameters}
         self._named = {**trained, **tensors.frozen}
@@ -224,10 +227,13 @@ class ModelGuard:
                 "that rp.wrap has got change it in its step(), put a limit into forward "
                 "(torch.nn.utils.parametrize; not max_norm), or evaluate and average on a copy (copy.deepcopy(model))"
             )
+        replaced = "on a cluster the next version would replace that" if self._in_place else (
+            "the next version would replace that, on this worker alone"
+        )  # fmt: skip
         return (
-            f"parameter {name} was changed at step {step} by the script: the next version would replace that, on this "
-            "worker alone. Put a limit into forward (torch.nn.utils.parametrize; not max_norm), evaluate and average "
-            "on a copy (copy.deepcopy(model)), or give sync=rp.AllReduce() an own_optimizer whose step() does it"
+            f"parameter {name} was changed at step {step} by the script: {replaced}. Put a limit into forward "
+            "(torch.nn.utils.parametrize; not max_norm), evaluate and average on a copy (copy.deepcopy(model)), "
+            "or give sync=rp.AllReduce() an own_optimizer whose step() does it"
         )
 
     def _look_for_new(self, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import sys
@@ -243,7 +244,7 @@ class EarlyForward:
         if not self._forward.possible:
             return
         if self._why_not is None or not allowed:  # again after the first steps: a forward pass may keep a view
-            self._why_not = self._why_not or _read_unseen(self._parts)
+            self._why_not = self._why_not or _read_unseen(self._parts, first=self._why_not is None)
         self._why_not = self._why_not or _compiled()
         self._forward.allow(allowed and not self._why_not)
         if allowed and self._why_not and not self._said and self._parts.leads():
@@ -360,8 +361,11 @@ class EarlyForward:
                     self._guard.wrote(placed.tensor, placed.tensor._version - before)
 
 
-def _read_unseen(parts: Parts) -> str:
-    """What in this model reads parameters without a torch function that gets them; "" if nothing is known to."""
+def _read_unseen(parts: Parts, *, first: bool) -> str:
+    """What in this model reads parameters without a torch function that gets them; "" if nothing is known to.
+
+    Unless it is the `first` look, what only graphs of earlier steps hold does not count: no forward pass reads that.
+    """
     for name, module in parts.model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             return f"module {name or type(module).__name__} is TorchScript, which reads its parameters unseen"
@@ -370,9 +374,25 @@ def _read_unseen(parts: Parts) -> str:
         name, tensor = placed.entry.spec.name, placed.tensor
         if type(tensor) is not torch.nn.Parameter:
             return f"parameter {name} is a {type(tensor).__qualname__}"
-        if _users(tensor) > alone:
-            return f"parameter {name} shares its memory with another tensor"
+        if _users(tensor) > alone and (first or _has_views(tensor)):
+            return f"parameter {name} shares its memory with another tensor, which a variable or a module keeps"
     return ""
+
+
+def _has_views(tensor: torch.Tensor) -> bool:
+    """True if Python code has another tensor in this one's memory. A graph's tensors are seen by no Python code."""
+    memory = _memory(tensor)
+    others = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one is not tensor)
+    return any(_memory(one) == memory for one in others)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """What tells a tensor's memory from others'; 0 for one that has none, such as a sparse one."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def _in_graph(loss: torch.Tensor, wanted: Container[int]) -> int | None:

@@ -484,11 +484,12 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run's folder, where results belong. Raises UsageError when it cannot be made.
+        """The run's folder, an absolute path: results belong there. Raises UsageError when it cannot be made.
 
-        A coordinator that was started by hand without --folder has none: then it is where this worker runs.
+        A job that runs alone has none, nor has a coordinator that was started by hand without --folder: then it is the
+        folder where this process runs, and Rallypoint itself writes nothing there.
         """
-        folder = Path(self._parts.coordinator.welcome.folder or ".")
+        folder = Path(self._parts.coordinator.welcome.folder).absolute()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

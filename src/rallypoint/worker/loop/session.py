@@ -21,14 +21,7 @@ from rallypoint.core.layout import WORD_BYTES
 from rallypoint.core.modes import Feature
 from rallypoint.core.order import stream_reads
 from rallypoint.core.plan.candidates import advice_at_start
-from rallypoint.core.protocol import (
-    Capture,
-    GiveUp,
-    Leaving,
-    Propose,
-    Reached,
-    Welcome,
-)
+from rallypoint.core.protocol import Capture, GiveUp, Leaving, Propose, Reached, Welcome
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches

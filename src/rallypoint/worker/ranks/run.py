@@ -284,9 +284,7 @@ class RankJob:
         spread.check_data(data.dataset)
         for tensor in spread.frozen:
             spread.collect_value(tensor, None)
-        batches = MicroBatches(
-            data.dataset, config, spread.device, data.collate, part=spread.part, loader=data.loader
-        )
+        batches = MicroBatches(data.dataset, config, spread.device, data.collate, part=spread.part, loader=data.loader)
         self._run = RankRun(spread, config, batches, in_order(spread, layout_of(spread, config)), folder)
         self._group.at("in the script, before its loop")
         return self._run
@@ -321,7 +319,7 @@ def heard(group: RankGroup) -> tuple[JobConfig, Path]:
     """On another rank: return what the leader tells."""
     start = msgspec.msgpack.decode(group.all_bytes(b"")[0], type=Start)
     torch.set_num_threads(start.threads)
-    return parse(start.config), Path(start.folder or ".")
+    return parse(start.config), Path(start.folder).absolute()
 
 
 # ---- The leader's side: it stands in for the whole worker, as a worker of one process does for itself ----

@@ -172,9 +172,7 @@ class LeaderTensors(ModelTensors):
         self.tables, self.tied, self.device, self.carried = [], spread.tied, spread.device, None
         self.frozen = {t.name: here for t in spread.frozen if (here := spread.here(t)) is not None}
         self.spread = in_order(spread, self.layout)
-        own = [
-            Placed(here, entry) for entry, tensor in self.spread if (here := spread.here(tensor)) is not None
-        ]  # fmt: skip
+        own = [Placed(here, entry) for entry, tensor in self.spread if (here := spread.here(tensor)) is not None]
         self.parameters = [placed for placed in own if placed.entry.spec.group >= 0]
         self.buffers = [placed for placed in own if placed.entry.spec.group < 0]
         self._frozen = self._hashes()

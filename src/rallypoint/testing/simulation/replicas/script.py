@@ -100,9 +100,7 @@ class Undisturbed:
         if self._rules.steers and 0 < version <= self.end and (version % self._every == 0 or version == self._steps):
             following = min(self.end, version // self._every * self._every + self._every)
             figures = {"figure": figure_of(model)}
-            self.decided = self.decided.after(
-                self._rules, version, figures, following if following > version else None
-            )
+            self.decided = self.decided.after(self._rules, version, figures, following if following > version else None)
 
     def rate(self, step: int) -> int:
         """How often the learning rate of the update of that step is reduced."""
