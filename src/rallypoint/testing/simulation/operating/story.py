@@ -21,7 +21,6 @@ from rallypoint.testing.simulation.plan import Fault, Plan
 from rallypoint.testing.simulation.run import Simulation, SimulationFailed
 
 CAUSES = 40  # lines that are shown
-_ORDERS = 3
 _LONGEST = 110  # characters of what is said in one line
 _STEPS = (Kind.PUSH, Kind.REPLICATE)
 _SILENT = (Kind.CREDIT, Kind.MEASURES)
@@ -74,19 +73,14 @@ def shrunk(plan: Plan, failed: SimulationFailed) -> Plan:
     while True:
         for start in range(0, len(left.faults), size):
             fewer = replace(left, faults=left.faults[:start] + left.faults[start + size :])
-            found = next((plan for plan in _alike(fewer) if (again := _failed(plan)) and _said(again) == said), None)
-            if found is not None:
-                left = found
+            again = _failed(fewer) if len(fewer.faults) < len(left.faults) else None
+            if again is not None and _said(again) == said:
+                left = fewer
                 break
         else:
             if size == 1:
                 return left
             size //= 2
-
-
-def _alike(plan: Plan) -> Iterator[Plan]:
-    """The plan, in several orders of what happens at once: without a fault, chance goes on in another way."""
-    return (replace(plan, seed=plan.seed + 1_000_003 * n) for n in range(_ORDERS))
 
 
 def _failed(plan: Plan) -> SimulationFailed | None:
