@@ -12,8 +12,8 @@ import pytest
 from rallypoint.errors import UsageError
 from rallypoint.launch.engines.cluster import Command
 from rallypoint.launch.engines.local import LocalCluster
-from rallypoint.testing.contracts import cluster as cluster_contract
-from rallypoint.testing.contracts.cluster import PATIENCE_S, ClusterContract, Started
+from support import cluster_contract
+from support.cluster_contract import PATIENCE_S, ClusterContract, Started
 
 
 class TestLocalCluster(ClusterContract):
@@ -69,14 +69,13 @@ WITHOUT_A_LIFELINE = """
 import os, signal, sys
 from rallypoint.launch.engines.cluster import Command
 from rallypoint.launch.engines.local import LocalCluster
-from rallypoint.testing.contracts.cluster import _PARENT
 cluster = LocalCluster()
 for name in ("a", "b"):
     command = Command(name=name, role="worker", argv=(sys.executable, "-c", _PARENT))
     cluster.start(command, lambda line: sys.stdout.write(line + "\\n"))
 print(*(process.process.pid for process in cluster._started), flush=True)
 signal.pause()
-"""
+""".replace("_PARENT", repr(cluster_contract._PARENT))
 
 
 @pytest.mark.slow

@@ -38,9 +38,10 @@ from rallypoint.core.worker.streaming import StreamMachine
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, fills_the_journal, make_plan
 from rallypoint.testing.simulation.policies import Played, Poisoned, replay_line, word_for
-from rallypoint.testing.simulation.run import Result, Simulation, SimulationFailed, first_failure, play, simulate
+from rallypoint.testing.simulation.run import Result, Simulation, SimulationFailed, play, simulate
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.worker import SimulatedWorker
+from support.failing import first_failure
 
 pytestmark = pytest.mark.timeout(600)  # plays take a minute of a core, which a busy machine may not have
 

@@ -13,8 +13,8 @@ from rallypoint.core.view import View
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault
-from rallypoint.testing.simulation.run import first_failure
 from rallypoint.testing.simulation.worker import SimulatedWorker
+from support.failing import first_failure
 from test_simulation import ENOUGH, _computed, _plan, _play_all
 
 JOB = SimulatedJob(replicas=3, steps=14, sync=AllReduce())

@@ -13,7 +13,8 @@ from rallypoint.core.shard.events import Contribute
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.aligned import AuditDuties
 from rallypoint.testing.simulation.policies import Audited, AuditedWrong, parse_policy, word_for
-from rallypoint.testing.simulation.run import first_failure, simulate
+from rallypoint.testing.simulation.run import simulate
+from support.failing import first_failure
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -8,10 +8,10 @@ from rallypoint.core.aggregator import BlockSum
 from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.core.shard.server import ServerPlan
 from rallypoint.core.worker.slots import SlotMachine
-from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Carrying, parse_policy, word_for
-from rallypoint.testing.simulation.run import first_failure, simulate
+from rallypoint.testing.simulation.run import simulate
+from support.failing import first_failure
 
 FIXED = range(3, 11)
 ENOUGH = range(40)  # seeds within which a planted bug has to be found
@@ -69,7 +69,7 @@ def test_an_aggregator_that_takes_the_state_of_replica_0_alone_is_found(monkeypa
 
 def test_its_words_are_understood() -> None:
     for word, played in (("carrying", Carrying()), ("carrying:all-reduce", Carrying(AllReduce()))):
-        assert parse_policy(word) == played == played_by(make_plan(3, played))
+        assert parse_policy(word) == played == make_plan(3, played).played
         assert word_for(played) == word
     with pytest.raises(ValueError, match="no policy"):
         parse_policy("carrying:ssp:1")

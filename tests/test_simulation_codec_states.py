@@ -18,7 +18,8 @@ from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import CodecStatePlay, word_for
-from rallypoint.testing.simulation.run import first_failure, play, simulate
+from rallypoint.testing.simulation.run import play, simulate
+from support.failing import first_failure
 
 FIXED = range(18)
 ENOUGH = range(150)  # seeds within which a planted bug has to be found

@@ -14,7 +14,8 @@ from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.server import reducer
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Deciding, parse_policy, word_for
-from rallypoint.testing.simulation.run import first_failure, simulate
+from rallypoint.testing.simulation.run import simulate
+from support.failing import first_failure
 
 
 @pytest.mark.some("0", "11", "3", "6", "9")

@@ -18,7 +18,8 @@ from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import InnerStatePlay, word_for
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas, Drifting
 from rallypoint.testing.simulation.replicas.inner import Inner
-from rallypoint.testing.simulation.run import SimulationFailed, first_failure, play, simulate
+from rallypoint.testing.simulation.run import SimulationFailed, play, simulate
+from support.failing import first_failure
 
 FIXED = range(18)
 ENOUGH = range(200)  # seeds within which a planted bug has to be found

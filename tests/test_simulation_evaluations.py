@@ -10,8 +10,9 @@ from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.view import View
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Evaluating, parse_policy, word_for
-from rallypoint.testing.simulation.run import first_failure, simulate
+from rallypoint.testing.simulation.run import simulate
 from rallypoint.testing.simulation.worker import SimulatedWorker
+from support.failing import first_failure
 
 
 @pytest.mark.some("0", "11", "14", "3", "6", "9")

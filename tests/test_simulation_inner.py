@@ -14,7 +14,8 @@ from rallypoint.core.worker.local import InnerStates
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import InnerStatePlay, word_for
 from rallypoint.testing.simulation.replicas.inner import Inner
-from rallypoint.testing.simulation.run import first_failure, simulate
+from rallypoint.testing.simulation.run import simulate
+from support.failing import first_failure
 
 FIXED = range(18)
 ENOUGH = range(200)  # seeds within which a planted bug has to be found

@@ -24,7 +24,8 @@ from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.operating.copies import LOSS, WINDOWS
 from rallypoint.testing.simulation.plan import Fault, Plan, resizes
 from rallypoint.testing.simulation.policies import Mode, word_for
-from rallypoint.testing.simulation.run import Simulation, SimulationFailed, first_failure, play, simulate
+from rallypoint.testing.simulation.run import Simulation, SimulationFailed, play, simulate
+from support.failing import first_failure
 
 RESIZED = [seed for seed in range(60) if resizes(seed)]
 ENOUGH = [seed for seed in range(300) if resizes(seed)]  # within which a planted bug has to be found

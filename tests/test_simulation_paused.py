@@ -6,7 +6,6 @@ import pytest
 
 from rallypoint.core.policy import Async, Sync
 from rallypoint.testing.simulation.operating.pauses import PAUSE
-from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Deciding, PausedPlay, Stopped, parse_policy, word_for
 from rallypoint.testing.simulation.run import simulate
@@ -39,7 +38,7 @@ def test_plans_have_a_word_and_are_played_again_as_what_they_are() -> None:
         played = parse_policy(word)
         assert word_for(played) == word
         plan = make_plan(3, played)
-        assert played_by(plan) == played
+        assert plan.played == played
         assert any(fault.kind == PAUSE for fault in plan.faults)
     with pytest.raises(ValueError, match="no policy"):
         parse_policy("paused:paused")

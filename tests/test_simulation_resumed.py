@@ -16,13 +16,13 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Origin
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.testing.simulation.operating import resuming
-from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.operating.resuming import RESUME, WAYS, Resuming
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import ResumedPlay as PlayedResumed
 from rallypoint.testing.simulation.policies import parse_policy, word_for
-from rallypoint.testing.simulation.run import first_failure, simulate
+from rallypoint.testing.simulation.run import simulate
 from rallypoint.testing.simulation.store import SimulatedStore
+from support.failing import first_failure
 
 KINDS = (
     "sync", "quorum:2", "ssp:1", "async", "fragments:2", "all-reduce", "codec-state", "inner:3", "delay:1", "tables",
@@ -92,7 +92,7 @@ def test_plans_have_a_word_and_are_played_again_as_what_they_are() -> None:
         played = parse_policy(word)
         assert word_for(played) == word
         plan = make_plan(3, played)
-        assert played_by(plan) == played
+        assert plan.played == played
         assert any(fault.kind == RESUME for fault in plan.faults)
     for word in ("resumed:resumed", "resumed:paused", "paused:resumed", "uneven:resumed"):
         with pytest.raises(ValueError, match="no policy"):

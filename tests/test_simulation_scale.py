@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 
 from rallypoint.testing.simulation import names
-from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Scaled, parse_policy, word_for
-from rallypoint.testing.simulation.replicas import scale
-from rallypoint.testing.simulation.run import first_failure, simulate
+from rallypoint.testing.simulation.replicas.contents import SCALING, scale_after, scale_of
+from rallypoint.testing.simulation.run import simulate
+from support.failing import first_failure
 
 FIXED = range(6, 13)
 ENOUGH = range(60)  # seeds within which a planted bug has to be found
@@ -21,24 +20,24 @@ ENOUGH = range(60)  # seeds within which a planted bug has to be found
 def test_whatever_fails_the_scale_and_the_bytes_are_those_of_an_undisturbed_run() -> None:
     plans = [make_plan(seed, Scaled()) for seed in FIXED]
     assert any(plan.faults for plan in plans)
-    last = [scale.scale_of(plan.job.undisturbed()[-1]) for plan in plans]
-    assert min(last) < scale.SCALING.init_scale < max(last), "steps are skipped, and scales grow"
+    last = [scale_of(plan.job.undisturbed()[-1]) for plan in plans]
+    assert min(last) < SCALING.init_scale < max(last), "steps are skipped, and scales grow"
     for seed in FIXED:
         simulate(seed, Scaled())
 
 
 def test_a_server_that_forgets_some_skipped_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a server's scale does not always back off."""
-    after, calls = scale.after, itertools.count()
+    calls = itertools.count()
 
     def forgets(content: int, *, skipped: bool) -> int:
-        return after(content, skipped=skipped and next(calls) % 3 != 2)
+        return scale_after(content, skipped=skipped and next(calls) % 3 != 2)
 
-    monkeypatch.setattr(names, "loss_scale", SimpleNamespace(scale_of=scale.scale_of, after=forgets))
+    monkeypatch.setattr(names, "scale_after", forgets)
     said = first_failure(Scaled(), ENOUGH)
     assert "shard" in said
 
 
 def test_its_word_is_understood() -> None:
-    assert parse_policy("scaled") == Scaled() == played_by(make_plan(3, Scaled()))
+    assert parse_policy("scaled") == Scaled() == make_plan(3, Scaled()).played
     assert word_for(Scaled()) == "scaled"

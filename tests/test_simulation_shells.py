@@ -18,7 +18,7 @@ from rallypoint.server.member import Views
 from rallypoint.server.parts import Followers, PayloadTickets, Pulls
 from rallypoint.server.reducer import Reducer, ShardEffects
 from rallypoint.testing.simulation.policies import parse_policy
-from rallypoint.testing.simulation.run import first_failure
+from support.failing import first_failure
 
 _settle, _apply = PayloadTickets.settle, ShardEffects._apply
 _send_version, _merge = Followers._send_version, AggregatorRelay._merge

@@ -9,7 +9,7 @@ import pytest
 from rallypoint.core.policy import AllReduce, BoundedStaleness, Sync
 from rallypoint.core.shard.shell import Fence
 from rallypoint.testing.simulation.policies import Played, word_for
-from rallypoint.testing.simulation.run import first_failure
+from support.failing import first_failure
 
 ENOUGH = range(100)  # seeds within which a planted bug has to be found
 

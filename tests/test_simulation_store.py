@@ -6,10 +6,10 @@ import pytest
 
 from rallypoint.core.keys import Line
 from rallypoint.core.policy import Async, BoundedStaleness, Sync
-from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Keyed, parse_policy, word_for
-from rallypoint.testing.simulation.run import first_failure, simulate
+from rallypoint.testing.simulation.run import simulate
+from support.failing import first_failure
 
 FIXED = range(12)
 ENOUGH = range(100)  # seeds within which a planted bug has to be found
@@ -48,7 +48,7 @@ def test_a_bug_planted_on_purpose_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_its_words_are_understood() -> None:
     for word, played in WORDS.items():
-        assert parse_policy(word) == played == played_by(make_plan(3, played))
+        assert parse_policy(word) == played == make_plan(3, played).played
         assert word_for(played) == word
     for word in ("store:quorum:2", "store:all-reduce", "paused:store"):
         with pytest.raises(ValueError, match="no policy"):

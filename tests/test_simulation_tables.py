@@ -13,8 +13,9 @@ from rallypoint.core.shard.pulls import Request, Requests
 from rallypoint.testing.simulation.exchange import SimulatedRowPulls
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import TablesPlay, word_for
-from rallypoint.testing.simulation.run import first_failure, simulate
+from rallypoint.testing.simulation.run import simulate
 from rallypoint.worker.exchange.arrivals import RowPull
+from support.failing import first_failure
 
 FIXED = range(12)
 ENOUGH = range(100)  # seeds within which a planted bug has to be found

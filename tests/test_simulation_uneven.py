@@ -6,7 +6,6 @@ import pytest
 
 from rallypoint.core.placing import view_change
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Sync
-from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import (
     Audited,
@@ -18,7 +17,8 @@ from rallypoint.testing.simulation.policies import (
     Uneven,
     parse_policy,
 )  # fmt: skip
-from rallypoint.testing.simulation.run import first_failure, simulate
+from rallypoint.testing.simulation.run import simulate
+from support.failing import first_failure
 
 KINDS = (
     Sync(), Sync(), Sync(), PausedPlay(), Stopped(), Deciding(), Audited(), CodecStatePlay(), TablesPlay(),
@@ -49,7 +49,7 @@ def test_shards_do_move_in_the_middle_of_jobs() -> None:
 def test_plans_are_played_again_as_what_they_are() -> None:
     for word in ("uneven", "uneven:paused", "uneven:paused:decided"):
         played = parse_policy(word)
-        assert played_by(make_plan(3, played)) == played
+        assert make_plan(3, played).played == played
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ from rallypoint.launch.engines.cluster import Command, Exit
 from rallypoint.launch.engines.ray import Driver, NodeProcess, argv_here, pack, unpack
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import HERE
-from rallypoint.testing.contracts import cluster as cluster_contract
-from rallypoint.testing.contracts.cluster import PATIENCE_S, ClusterContract, Started
+from support import cluster_contract
+from support.cluster_contract import PATIENCE_S, ClusterContract, Started
 
 DRIVER = Driver(node="head", python="/their/python", runner="/their/runner.py", cwd="/nowhere", code="/run/code")
 

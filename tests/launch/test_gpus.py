@@ -14,7 +14,7 @@ from rallypoint.launch.engines.cluster import GROUP, Command, GpuShare, devices_
 from rallypoint.launch.engines.local import LocalCluster
 from rallypoint.launch.environment import RANKS
 from rallypoint.recipes.recipe import place_among_gpus
-from rallypoint.testing.contracts.cluster import Started
+from support.cluster_contract import Started
 
 
 def test_the_gpus_are_those_that_are_visible_or_the_driver_s(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from slurmd import CREDENTIAL_S, Slurm, slurm
 from rallypoint.launch.engines.remote import RemoteProcess
 from rallypoint.launch.engines.slurm import SlurmCluster
 from rallypoint.launch.plan import Launch
-from rallypoint.testing.contracts.cluster import ClusterContract, Started
 from support.beside import until
+from support.cluster_contract import ClusterContract, Started
 
 pytestmark = [pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(600)]
 

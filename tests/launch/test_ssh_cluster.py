@@ -18,9 +18,9 @@ from rallypoint.errors import UsageError
 from rallypoint.launch.engines.cluster import Command
 from rallypoint.launch.engines.remote import RemoteProcess, SshCluster
 from rallypoint.launch.plan import Host, Launch, hosts_in
-from rallypoint.testing.contracts import cluster as cluster_contract
-from rallypoint.testing.contracts.cluster import PATIENCE_S, ClusterContract, Started
+from support import cluster_contract
 from support.beside import until
+from support.cluster_contract import PATIENCE_S, ClusterContract, Started
 
 
 @pytest.fixture(scope="module")

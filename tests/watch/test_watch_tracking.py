@@ -14,7 +14,7 @@ from test_watch_state import PLAN, line, members, steps
 
 from rallypoint.core.protocol import Aborted, Finished, Metrics, Skipped, StepDone
 from rallypoint.errors import UsageError
-from rallypoint.testing.contracts.trackers import TRACKER_CONTRACT, Make, Read, Shown
+from rallypoint.testing.contracts import TRACKER_CONTRACT, Make, Read, Shown
 from rallypoint.watch import tracking
 from rallypoint.watch.follow import EVENTS
 from rallypoint.watch.tracking import RunFacts, open_tracker, place_of, track

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.testing.contracts.trackers import TRACKER_CONTRACT, Make, Read, Shown
+from rallypoint.testing.contracts import TRACKER_CONTRACT, Make, Read, Shown
 from rallypoint.watch import tracking
 from rallypoint.watch.tracking import open_tracker, parse_target
 

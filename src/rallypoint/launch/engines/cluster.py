@@ -94,7 +94,7 @@ class Handle(Protocol):
 
 
 class Cluster(Protocol):
-    """Starts processes and ends them. Implementations pass `rallypoint.testing.contracts.cluster`.
+    """Starts processes and ends them. Implementations pass `tests/support/cluster_contract.py`.
 
     Those that inherit it are not asked to run it again; one whose machines are lent for a time says otherwise.
 

@@ -12,6 +12,9 @@ from typing import Annotated
 import typer
 
 from rallypoint.core.policy import AllReduce, Sync
+from rallypoint.testing.simulation.operating.story import described
+from rallypoint.testing.simulation.operating.story import explain as told
+from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import (
     WORDS,
     Audited,
@@ -25,7 +28,6 @@ from rallypoint.testing.simulation.policies import (
     Scaled,
     Uneven,
     parse_policy,
-    replay_line,
 )
 from rallypoint.testing.simulation.run import SimulationFailed, simulate
 
@@ -36,6 +38,9 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to play, in parallel.")] = 200,
     first: Annotated[int, typer.Option(help="The first seed; by default the time gives fresh ones.")] = -1,
     seed: Annotated[int, typer.Option(help="Replay this one seed and print what happened.")] = -1,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Of --seed: which of its faults matter, and what led to its failure.")
+    ] = False,
     policy: Annotated[
         str, typer.Option(help=f"One of {WORDS}.")
     ] = "sync",
@@ -46,9 +51,12 @@ def main(
         sync = parse_policy(policy)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if seed >= 0 and explain:
+        print("\n".join(told(make_plan(seed, sync))))
+        return
     if seed >= 0:
         result = simulate(seed, sync)
-        print("\n".join([str(result.plan), *result.events, *result.outcome.said]))
+        print("\n".join([*described(result.plan), *result.events, *result.outcome.said]))
         print(f"seed {seed}: all well after {result.seconds:.2f} simulated seconds, {result.recomputed} recomputed")
         return
     first = first if first >= 0 else int(time.time()) % 1_000_000 * 1000
@@ -77,8 +85,6 @@ def _one(policy: Played, seed: int) -> str:
         simulate(seed, policy)
     except SimulationFailed as failed:
         return str(failed)
-    except Exception as error:  # a defect of any kind is a failed seed
-        return f"{replay_line(seed, policy)}\n{type(error).__name__}: {error}"
     return ""
 
 

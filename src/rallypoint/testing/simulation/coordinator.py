@@ -15,13 +15,14 @@ from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.placing.links import MeasuredLinks
+from rallypoint.core.plan.measured import LinkSpeeds
 from rallypoint.core.protocol import Aborted, Finished, Hello, Message, Metrics, Report, Say
 from rallypoint.core.view import ViewNumber
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.network import Node, Wire, World, watch
 from rallypoint.testing.simulation.operating.copies import CopiesWatch
-from rallypoint.testing.simulation.operating.links import quick
 from rallypoint.testing.simulation.store import SimulatedStore
 
 
@@ -60,7 +61,9 @@ class SimulatedCoordinator:
         terms = msgspec.structs.replace(terms, earlier=disk.started)
         disk.started += 1
         self.shell = CoordinatorShell(terms, self._time, recovered=disk.state, resume=resume)
-        quick(self.shell.machine)
+        if terms.measure_links:  # a simulated job takes a few seconds: shards move soon, and often
+            links = MeasuredLinks(LinkSpeeds(least=1.0), settle_s=0.0, rest_s=0.3)
+            self.shell.machine.course.links = links
         watch(self.shell.machine, COORDINATOR)
         world.acceptors[COORDINATOR] = self
         self._do(self.shell.start())
@@ -149,6 +152,7 @@ class SimulatedCoordinator:
         match message:
             case Say(text=text):
                 self.outcome.said.append(f"{self.node.world.now:.2f} {text}")
+                self.node.world.tell(f"coordinator: {text}")
             case Metrics(step=step, values=values):
                 self.outcome.evaluated.append((step, values["figure"]))
             case Finished():

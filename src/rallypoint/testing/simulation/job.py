@@ -19,8 +19,9 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.modes import StateHolder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
-from rallypoint.testing.simulation.replicas import scale as loss_scale
 from rallypoint.testing.simulation.replicas.contents import (
+    FIRST_SCALE,
+    SCALING,
     AuditedJob,
     Content,
     Mean,
@@ -30,6 +31,8 @@ from rallypoint.testing.simulation.replicas.contents import (
     Trained,
     combine,
     layout_of,
+    scale_after,
+    scale_of,
     tree,
 )
 from rallypoint.testing.simulation.replicas.script import ScriptStops, Undisturbed
@@ -107,7 +110,7 @@ class SimulatedJob:
         """The settings that a real job of this kind has."""
         config = JobConfig(
             replicas=self.replicas, steps=self.steps, clip=self.clip, batch=8,
-            precision="fp16" if self.fp16 else "fp32", loss_scale=loss_scale.SCALING,
+            precision="fp16" if self.fp16 else "fp32", loss_scale=SCALING,
             nonfinite="skip" if self.skip else "stop", sync=self.sync, codec=self.codec,
             groups=tuple(Group(match=(), sync_every=every, sync_offset=offset) for every, offset in self.periods),
             evaluation=Evaluation(
@@ -249,7 +252,7 @@ class SimulatedJob:
 
     def first(self, shard: int, worker: str = "") -> Content:
         """Version 0; the same whichever worker brings it."""
-        named = loss_scale.FIRST if shard == self.scale_shard else combine(7, shard)
+        named = FIRST_SCALE if shard == self.scale_shard else combine(7, shard)
         return named if self.same_bytes else frozenset()
 
     def gradient(self, shard: int, step: int, replica: int, model: Iterable[Content]) -> Content:
@@ -343,7 +346,7 @@ class SimulatedJob:
                 finished = [self._summed([own[shard] for own in pushed]) for shard in range(self.shards)]
             else:
                 finished = [self._finished(shard, step, model, residuals, inner) for shard in range(self.shards)]
-            scale = self._scale(step, finished, loss_scale.scale_of(model[-1]) if self.fp16 else 1.0)
+            scale = self._scale(step, finished, scale_of(model[-1]) if self.fp16 else 1.0)
             models.append([
                 self._next(shard, master, finished[shard], self.cadence.updates_before(shard, step), scale,
                            decisions.rate(step))
@@ -392,7 +395,7 @@ class SimulatedJob:
     def _next(self, shard: int, master: Content, finished: Content, step: int, scale: float | None,
               rate: int) -> Content:  # fmt: skip
         if shard == self.scale_shard:
-            return loss_scale.after(master, skipped=scale is None)
+            return scale_after(master, skipped=scale is None)
         decided = self.skip or shard not in self.buffer_shards
         if decided and scale is None:
             return master

@@ -3,12 +3,17 @@ an observer's, which says one order."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from rallypoint.core.protocol import (
     Admitted,
+    AnyOrder,
     Assist,
     Beat,
     Capture,
@@ -20,6 +25,7 @@ from rallypoint.core.protocol import (
     Message,
     NewView,
     NotStored,
+    Ordered,
     Prepare,
     Propose,
     Report,
@@ -32,7 +38,6 @@ from rallypoint.core.protocol import (
 from rallypoint.core.view import View
 from rallypoint.net.member import LastReports, ViewReceiver
 from rallypoint.testing.simulation.network import Node, Wire
-from rallypoint.testing.simulation.operating.links import with_paces
 
 COORDINATOR = "coordinator"
 RETRY_S = 0.1
@@ -103,6 +108,7 @@ class SimulatedMembership:
             message = self._views.take(arrived)
         if isinstance(message, NewView) and _is_newer(message.view, self._knows.view):
             self._knows = Knows(message.view, message.proof)
+            self.node.world.note("view", self.node.name, -1, -1, message.view.number, more=message.view)
         match message:
             case Admitted(incarnation=incarnation):
                 new, self.incarnation = incarnation != self.incarnation, incarnation
@@ -125,30 +131,62 @@ def _is_newer(view: View, known: View | None) -> bool:
     return known is None or view.number > known.number
 
 
-class ResizeOrder:
-    """`rallypoint resize`: says it to the coordinator until that has announced it. Then `heard` is called, once."""
+# ---- what members say of servers' links, where they are not alike and change ----
 
-    def __init__(self, node: Node, order: Resize, heard: Callable[[], None]) -> None:
-        self.node, self._order, self._heard = node, order, heard
+_SPEEDS = (0.05, 0.3, 0.5, 1.0, 1.0, 1.0, 3.0)
+_CHANGES_S = 1.1  # so long a link stays as it is
+_NONSENSE = (0.0, -1.0, math.nan, math.inf, 1e15, 1.0)
+
+
+def with_paces(beat: Beat, node: Node, role: str) -> Beat:
+    """The beat with what its sender has measured of servers' links. Every seventh member tells nonsense."""
+    world = node.world
+    if not world.uneven:
+        return beat
+    period = int(world.now / _CHANGES_S)
+    servers = [name for name in world.nodes if name.startswith("server")] if role != "server" else [node.name]
+    chance = random.Random(f"{node.name} {period}")
+    if chance.random() < 1 / 7:
+        lies = {server: (chance.choice(_NONSENSE), chance.choice(_NONSENSE)) for server in servers}
+        return msgspec.structs.replace(beat, paced=lies)
+    speeds = {server: random.Random(f"{server} {period}").choice(_SPEEDS) for server in servers}
+    return msgspec.structs.replace(beat, paced={server: (1e6 * speed, 0.9) for server, speed in speeds.items()})
+
+
+class Given:
+    """One order, given to the coordinator until it is answered (a resize: announced): `heard(answer, again)`; `again`:
+    an answer was lost before this one."""
+
+    def __init__(self, node: Node, order: AnyOrder | Resize, heard: Callable[[Any, bool], None]) -> None:
+        self._node, self._order, self._heard, self._again = node, order, heard, False
         self._connect()
 
     def _connect(self) -> None:
-        hello = Hello("observer", self.node.name, "host", "", 0)
-        self.node.world.connect(self.node, COORDINATOR, hello, self._up, self._failed)
+        hello = Hello("observer", self._node.name, "host", "", 0)
+        self._node.world.connect(self._node, COORDINATOR, hello, self._up, lambda _: self._retry())
 
-    def _failed(self, reason: str) -> None:
-        self.node.later(RETRY_S, self._connect)
+    def _retry(self) -> None:
+        self._node.later(RETRY_S, self._connect)
 
     def _up(self, wire: Wire) -> None:
         wire.on_message[0] = lambda message: self._receive(wire, message)
-        wire.on_close[0] = lambda: self._failed("")
+        wire.on_close[0] = self._lost
         wire.send(0, self._order)
 
+    def _lost(self) -> None:
+        self._again = True
+        self._retry()
+
     def _receive(self, wire: Wire, message: Any) -> None:
-        if message == self._order:
-            wire.close(0)
-            self.node.kill()
-            self._heard()
+        answers = isinstance(message, Ordered) and message.kind == type(self._order).__name__
+        if not (message == self._order if isinstance(self._order, Resize) else answers):
+            return
+        wire.on_message[0], wire.on_close[0] = lambda _: None, lambda: None
+        wire.close(0)
+        if isinstance(message, Ordered) and "too many orders" in message.text:
+            self._retry()
+        else:
+            self._heard(message, self._again)
 
 
 class SimulatedOrders:
@@ -169,9 +207,11 @@ class SimulatedOrders:
             self._give_first()
 
     def _give_first(self) -> None:
-        ResizeOrder(self._new_node(), self._waiting[0], self._announced)
+        node = self._new_node()
+        Given(node, self._waiting[0], lambda order, again: self._announced(node))
 
-    def _announced(self) -> None:
+    def _announced(self, node: Node) -> None:
+        node.kill()
         self._heard(self._waiting.popleft())
         if self._waiting:
             self._give_first()

@@ -37,8 +37,7 @@ from rallypoint.store.record import Array, ShardRecord, decode_record
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import RETRY_S, Call, Node, Tokens, Wire, World
-from rallypoint.testing.simulation.replicas import scale as loss_scale
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, scale_after, scale_of
 from rallypoint.worker.exchange.links import ExchangeContext
 
 if TYPE_CHECKING:
@@ -158,12 +157,17 @@ class NamedShard:
     @property
     def loss_scale(self) -> float:
         """What the losses of the step are multiplied by."""
-        return loss_scale.scale_of(self.master) if self.shard.index == self.server.job.scale_shard else 0.0
+        return scale_of(self.master) if self.shard.index == self.server.job.scale_shard else 0.0
 
     def keep(self, version: int, oldest: int, pinned: int = -1) -> None:
         """The master is this version now."""
         self.wire[version] = self.master
         self.wire = {v: content for v, content in self.wire.items() if v >= oldest or v == pinned}
+        self._holds(version)
+
+    def _holds(self, version: int) -> None:
+        server = self.server
+        server.world.note("holds", server.node.name, self.shard.index, version, server.shell.fence.number)
 
     def install(self, payload: NamedBuffer, version: int = 0, nbytes: int = 0) -> None:
         """The first version."""
@@ -219,7 +223,7 @@ class NamedShard:
         server_checks.check_applied(self.server, index, update)
         part = self.parts.pop(0, None)
         if index == job.scale_shard:
-            self.master = loss_scale.after(self.master, skipped=update.scale is None)
+            self.master = scale_after(self.master, skipped=update.scale is None)
         elif update.scale is not None:
             part.content = job.scaled(part.content, update.scale)
             new = Mean(part.content) if job.averages(index) else None
@@ -271,7 +275,11 @@ class NamedShard:
         """Replace the state."""
         content, wires = self.server.world.tokens.of(record.arrays["master"])
         self.master, self.wire = content, dict(wires or ())
-        if wires is None:
+        if wires is not None:
+            server_checks.note_taken(self.server, "copy", self.shard.index, record.version)
+            for version in sorted(wires):
+                self._holds(version)
+        else:
             self.master = State(content) if self.server.job.averages(self.shard.index) else content
             self.keep(record.version, record.version)
 
@@ -415,9 +423,11 @@ class WireChannel:
         def leave() -> None:
             content = self._content_of(header, payload)
             self.wire.send(self._end, (header, content), place=place)
-            if header.kind is Kind.PUSH and not self._end and world.random.random() < 0.02:
-                self.wire.send(self._end, (header, content))
-                self._repeats += 1
+            if header.kind is Kind.PUSH and not self._end:
+                world.note("pushes", self._node.name, header.shard, header.step, header.view, self.name)
+                if world.random.random() < 0.02:
+                    self.wire.send(self._end, (header, content))
+                    self._repeats += 1
             if left is not None:
                 left()
 
@@ -544,9 +554,11 @@ class NamedWriter:
             return
         states = {replica: server.world.tokens.of(array) for replica, array in record.codec_states.items()}
         content = (server.world.tokens.of(record.arrays["master"])[0], record.clocks, states)
+        number = server.shell.fence.number
 
         def write() -> None:
             if server.store.write(snapshot, index, record.version, content):
+                server.world.note("stores", server.node.name, index, record.version, number, snapshot)
                 server.membership.send(Stored(snapshot, {}, {index: ("", 0, 0, "")}))
             else:
                 server.membership.send(NotStored(snapshot, "no space left", -1))

@@ -9,9 +9,10 @@ import os
 import random
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from rallypoint.coordinator.inbox import End
+from rallypoint.core.view import ViewNumber
 from rallypoint.observe.observed import RECORD, watched
 from rallypoint.observe.recording import Recorder
 
@@ -33,7 +34,7 @@ class Node:
         self.alive, self.paused = True, False
         self.sending = 0  # payloads that may not change yet
         self.wires: list[Wire] = []
-        self._backlog: list[Call] = []
+        self._backlog: list[tuple[int, Call]] = []  # with their causes
         world.nodes[name] = self
 
     def later(self, seconds: float, call: Call) -> None:
@@ -45,7 +46,7 @@ class Node:
         if not self.alive:
             return
         if self.paused:
-            self._backlog.append(call)
+            self._backlog.append((self.world.cause, call))
         else:
             call()
 
@@ -68,7 +69,7 @@ class Node:
         """SIGCONT."""
         self.paused = False
         backlog, self._backlog = self._backlog, []
-        for call in backlog:
+        for self.world.cause, call in backlog:
             self.run(call)  # one of them may end the process
 
 
@@ -115,6 +116,7 @@ class Wire:
         world.at(
             arrival - world.now,
             lambda: self._deliver(1 - end, content) if place[1] is None or self._newest[place] == number else None,
+            why=(self.ends[end].name, self.ends[1 - end].name, content),
         )
 
     def _deliver(self, end: int, message: Any) -> None:
@@ -146,6 +148,32 @@ class Wire:
         self.cut()
 
 
+class Cause(NamedTuple):
+    """Something that happens, and the number of what it follows from."""
+
+    number: int
+    of: int
+    at: float
+    what: Any
+
+
+class Noted(NamedTuple):
+    """Somebody does something with a version of a shard. `history` says which words there are for `what`.
+
+    `number`: of the view in which it is done, or sent. `cause`: the number of what is happening.
+    """
+
+    at: float
+    cause: int
+    what: str
+    who: str
+    shard: int
+    version: int
+    number: ViewNumber
+    other: str
+    more: Any
+
+
 class Tokens:
     """Numbers of 8 bytes for things that travel as bytes in the product, and are stored."""
 
@@ -163,12 +191,22 @@ class Tokens:
 
 
 class World:
-    """Time, chance and who can reach whom."""
+    """Time, chance and who can reach whom.
+
+    Attributes:
+        uneven: links of servers are not alike: see `member.with_paces`.
+        history: what members do with versions, as it happens; None: nobody looks.
+        cause: the number of what is happening now. `causes`: everything that was to happen, by number; None: nobody
+            asks why. `told`: when, in what, and what happened, for people.
+    """
 
     def __init__(self, seed: int, *, uneven: bool = False) -> None:
-        """`uneven`: links of servers are not alike: see `operating.links`."""
         self.random, self.uneven = random.Random(seed), uneven
         self.now = 0.0
+        self.history: list[Noted] | None = None
+        self.cause = -1
+        self.causes: dict[int, Cause] | None = None
+        self.told: list[tuple[float, int, str]] = []
         self.nodes: dict[str, Node] = {}
         self.acceptors: dict[str, Acceptor] = {}
         self._events: list[tuple[float, int, Call]] = []
@@ -178,17 +216,36 @@ class World:
         self._traps: set[str] = set()
         self.tokens = Tokens()
 
-    def at(self, seconds: float, call: Call) -> None:
-        """Run `call` after `seconds`."""
-        heapq.heappush(self._events, (self.now + max(0.0, seconds), next(self._numbers), call))
+    def at(self, seconds: float, call: Call, why: Any = None) -> None:
+        """Run `call` after `seconds`. `why`: whose message is heard then by whom, and the message."""
+        when, number = self.now + max(0.0, seconds), next(self._numbers)
+        if self.causes is not None:
+            self.causes[number] = Cause(number, self.cause, when, why)
+        heapq.heappush(self._events, (when, number, call))
+
+    def tell(self, text: str) -> None:
+        """What happens now, in a person's words."""
+        if self.causes is not None:
+            self.told.append((self.now, self.cause, text))
+
+    def remember(self) -> None:
+        """From now on somebody asks why."""
+        self.causes = {-1: Cause(-1, -1, 0.0, None)}
+
+    def note(
+        self, what: str, who: str, shard: int, version: int, number: ViewNumber, other: str = "", more: Any = None
+    ) -> None:
+        """Somebody does something with a version: see `history`."""
+        if self.history is not None:
+            self.history.append(Noted(self.now, self.cause, what, who, shard, version, number, other, more))
 
     def run(self, until: float, over: Callable[[], bool]) -> None:
         """Turn the clock until `over()`, or nothing is left to happen, or it is `until`."""
         while self._events and not over():
-            when, _, call = heapq.heappop(self._events)
+            when, number, call = heapq.heappop(self._events)
             if when > until:
                 return
-            self.now = when
+            self.now, self.cause = when, number
             call()
 
     def number(self) -> int:

@@ -16,7 +16,6 @@ from rallypoint.core.modes import Feature
 from rallypoint.core.policy import LocalSteps, Sync
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.keys import as_store
-from rallypoint.testing.simulation.operating import links
 from rallypoint.testing.simulation.operating.pauses import PAUSE, pauses
 from rallypoint.testing.simulation.operating.resuming import RESUME, resumed
 from rallypoint.testing.simulation.policies import (
@@ -60,7 +59,8 @@ class Fault:
 class Plan:
     """What one seed plays. `hesitate_s`: at most so long after a worker hears what it is to do it begins with it.
 
-    `aggregators`: so many are started; workers use them where the job's mode supports it.
+    `aggregators`: so many are started; workers use them where the job's mode supports it. `played`: what the plan was
+    made for.
     """
 
     seed: int
@@ -71,6 +71,7 @@ class Plan:
     faults: tuple[Fault, ...]
     hesitate_s: float = 0.0
     aggregators: int = 0
+    played: Played = _SYNC
 
     @property
     def resumes(self) -> bool:
@@ -103,7 +104,11 @@ _PATIENT_S = 30.0
 
 def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
-    around: dict[type, Callable[[Plan], Plan]] = {PausedPlay: _paused, Uneven: links.uneven, ResumedPlay: resumed}
+    return replace(_made(seed, played), played=played)
+
+
+def _made(seed: int, played: Played) -> Plan:
+    around: dict[type, Callable[[Plan], Plan]] = {PausedPlay: _paused, Uneven: _uneven, ResumedPlay: resumed}
     if isinstance(played, PausedPlay | Uneven | ResumedPlay):
         return around[type(played)](make_plan(seed, played.of))
     changes: dict[type, Callable[[Plan], Plan]] = {
@@ -175,6 +180,11 @@ def _paused(plan: Plan) -> Plan:
     """An operator pauses the job up to three times. Faults strike in a pause, where the plan has any that kill."""
     added = (Fault(*event) for event in pauses(plan.seed, kills=plan.kills))
     return replace(plan, faults=(*plan.faults, *added))
+
+
+def _uneven(plan: Plan) -> Plan:
+    """Servers whose links are not alike."""
+    return replace(plan, terms=msgspec.structs.replace(plan.terms, measure_links=True))
 
 
 def _evaluating(plan: Plan) -> Plan:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 
@@ -17,10 +19,17 @@ WORDS = (
 
 
 @dataclass(frozen=True)
-class CodecStatePlay:
-    """A job in the mode `sync` whose codec has a state: contributions depend on it, and it moves with the replicas."""
+class _Settled:
+    """Played in one mode only."""
 
+
+@dataclass(frozen=True)
+class _InMode:
     sync: Mode = field(default_factory=Sync)
+
+
+class CodecStatePlay(_InMode):
+    """A job in the mode `sync` whose codec has a state: contributions depend on it, and it moves with the replicas."""
 
 
 @dataclass(frozen=True)
@@ -30,57 +39,40 @@ class InnerStatePlay:
     sync: LocalSteps
 
 
-@dataclass(frozen=True)
-class Poisoned:
+class Poisoned(_InMode):
     """A job in which one replica's gradient is not finite at one step, with nonfinite="stop"."""
 
-    sync: Mode = field(default_factory=Sync)
 
-
-@dataclass(frozen=True)
-class TablesPlay:
+class TablesPlay(_InMode):
     """A job in the mode `sync` some of whose shards are parts of tables: workers pull the rows that they need."""
 
-    sync: Mode = field(default_factory=Sync)
 
-
-@dataclass(frozen=True)
-class Stopped:
+class Stopped(_InMode):
     """A job in the mode `sync` whose script stops it at some step: it calls `run.stop`, or leaves its loop."""
 
-    sync: Mode = field(default_factory=Sync)
 
-
-@dataclass(frozen=True)
-class Scaled:
+class Scaled(_Settled):
     """A job with fp16, whose loss scale follows from the steps that servers skip."""
 
 
-@dataclass(frozen=True)
-class Evaluating:
+class Evaluating(_Settled):
     """A synchronous job whose script evaluates every few steps, with workers that stand by."""
 
 
-@dataclass(frozen=True)
-class Deciding:
+class Deciding(_Settled):
     """A synchronous job whose evaluations decide: when it ends, with which rates, which snapshot is the best."""
 
 
-@dataclass(frozen=True)
-class Audited:
+class Audited(_Settled):
     """A synchronous job with audits."""
 
 
-@dataclass(frozen=True)
-class AuditedWrong:
+class AuditedWrong(_Settled):
     """The same; one worker computes something else from some step on."""
 
 
-@dataclass(frozen=True)
-class Carrying:
+class Carrying(_InMode):
     """A job whose replicas carry a state from step to step."""
-
-    sync: Mode = field(default_factory=Sync)
 
 
 @dataclass(frozen=True)
@@ -121,47 +113,32 @@ class ResumedPlay:
 Played = _Played | PausedPlay | Uneven | ResumedPlay
 
 
+# What is played around something else, by word; of what: `of`'s type, or whether a mode may be it.
+_AROUND: dict[str, tuple[Any, Callable[[Any], bool]]] = {
+    "paused": (PausedPlay, lambda of: not isinstance(of, PausedPlay | Uneven | Keyed | ResumedPlay)),
+    "resumed": (ResumedPlay, lambda of: not isinstance(of, PausedPlay | Uneven | ResumedPlay)),
+    "uneven": (Uneven, lambda of: not isinstance(of, Uneven | ResumedPlay)),
+    "codec-state": (CodecStatePlay, lambda of: isinstance(of, Sync | BoundedStaleness | Async | LocalSteps)),
+    "poisoned": (Poisoned, lambda of: isinstance(of, Mode)),
+    "stopped": (Stopped, lambda of: isinstance(of, Sync | AllReduce)),
+    "carrying": (Carrying, lambda of: of in (Sync(), AllReduce())),
+    "store": (Keyed, lambda of: isinstance(of, BoundedStaleness) or of in (Sync(), Async())),
+    "tables": (TablesPlay, lambda of: isinstance(of, Sync | BoundedStaleness | Async)),
+}
+
+
 def parse_policy(text: str) -> Played:
     """One of the `WORDS` as what is to be played. ValueError for anything else."""
-    name, colon, number = text.partition(":")
+    name, colon, rest = text.partition(":")
     if text in _ALONE:
         return _ALONE[text]()
-    if name == "paused":
-        of = parse_policy(number) if colon else Sync()
-        if not isinstance(of, PausedPlay | Uneven | Keyed | ResumedPlay):
-            return PausedPlay(of)
-    if name == "resumed":
-        of = parse_policy(number) if colon else Sync()
-        if not isinstance(of, PausedPlay | Uneven | ResumedPlay):
-            return ResumedPlay(of)
-    if name == "uneven":
-        inside = parse_policy(number) if colon else Sync()
-        if not isinstance(inside, Uneven | ResumedPlay):
-            return Uneven(inside)
-    if name == "codec-state":
-        sync = parse_policy(number) if colon else Sync()
-        if isinstance(sync, Sync | BoundedStaleness | Async | LocalSteps):
-            return CodecStatePlay(sync)
-    if name == "poisoned":
-        return Poisoned(_parse_mode(number) if colon else Sync())
-    if name == "stopped":
-        sync = _parse_mode(number) if colon else Sync()
-        if isinstance(sync, Sync | AllReduce):
-            return Stopped(sync)
-    if name == "carrying":
-        sync = _parse_mode(number) if colon else Sync()
-        if sync in (Sync(), AllReduce()):
-            return Carrying(sync)
-    if name == "store":
-        sync = _parse_mode(number) if colon else Sync()
-        if isinstance(sync, BoundedStaleness) or sync in (Sync(), Async()):
-            return Keyed(sync)
-    if name == "tables":
-        sync = parse_policy(number) if colon else Sync()
-        if isinstance(sync, Sync | BoundedStaleness | Async):
-            return TablesPlay(sync)
-    if number.isdecimal() and int(number) > 0:
-        match name, int(number):
+    if name in _AROUND:
+        kind, may = _AROUND[name]
+        of = parse_policy(rest) if colon else Sync()
+        if may(of):
+            return cast(Played, kind(of))
+    elif rest.isdecimal() and int(rest) > 0:
+        match name, int(rest):
             case "inner", steps:
                 return InnerStatePlay(LocalSteps(steps))
             case "inner-fresh", steps:
@@ -193,36 +170,14 @@ def _parse_mode(text: str) -> Mode:
 
 def word_for(policy: Played) -> str | None:
     """The word that `parse_policy` turns into this policy; None for one with settings that have no word."""
+    for around, (kind, _) in _AROUND.items():
+        if isinstance(policy, kind):
+            inner = getattr(policy, "of", None) or policy.sync
+            of = word_for(inner)
+            return None if of is None else around if inner == Sync() else f"{around}:{of}"
     match policy:
         case Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong():
             return next(word for word, kind in _ALONE.items() if isinstance(policy, kind))
-        case PausedPlay(of=played):
-            of = word_for(played)
-            return None if of is None else "paused" if played == Sync() else f"paused:{of}"
-        case ResumedPlay(of=played):
-            of = word_for(played)
-            return None if of is None else "resumed" if played == Sync() else f"resumed:{of}"
-        case Uneven(of=played):
-            of = word_for(played)
-            return None if of is None else "uneven" if played == Sync() else f"uneven:{of}"
-        case CodecStatePlay(sync=sync):
-            of = word_for(sync)
-            return None if of is None else "codec-state" if sync == Sync() else f"codec-state:{of}"
-        case Poisoned(sync=sync):
-            of = word_for(sync)
-            return None if of is None else "poisoned" if sync == Sync() else f"poisoned:{of}"
-        case Stopped(sync=sync):
-            of = word_for(sync)
-            return None if of is None else "stopped" if sync == Sync() else f"stopped:{of}"
-        case Carrying(sync=sync):
-            of = word_for(sync)
-            return None if of is None else "carrying" if sync == Sync() else f"carrying:{of}"
-        case Keyed(sync=sync):
-            of = word_for(sync)
-            return None if of is None else "store" if sync == Sync() else f"store:{of}"
-        case TablesPlay(sync=sync):
-            of = word_for(sync)
-            return None if of is None else "tables" if sync == Sync() else f"tables:{of}"
         case InnerStatePlay(sync=LocalSteps(fragments=fragments, delay=delay)) if delay:
             word = f"delay:{fragments}"
         case InnerStatePlay(sync=LocalSteps(steps=steps, fragments=fragments, keep_inner=keep)):

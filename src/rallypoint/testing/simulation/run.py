@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -18,9 +17,9 @@ from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.keys import LEFT, KeyedJob, KeyedWorker
 from rallypoint.testing.simulation.member import COORDINATOR, SimulatedOrders
-from rallypoint.testing.simulation.network import Node, World
+from rallypoint.testing.simulation.network import Node, Noted, World
+from rallypoint.testing.simulation.operating import history
 from rallypoint.testing.simulation.operating.pauses import PAUSE, Operators
-from rallypoint.testing.simulation.operating.played import played_by, stuck
 from rallypoint.testing.simulation.operating.resuming import KEEP, RESUME, Resuming
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, replay_line
@@ -35,7 +34,9 @@ _SYNC = Sync()
 
 
 class SimulationFailed(AssertionError):
-    """A seed whose run went wrong; the message begins with the line that replays it."""
+    """A seed whose run went wrong; the message begins with the line that replays it. `entry`: where it was seen."""
+
+    entry: Noted | None = None
 
 
 @dataclass
@@ -53,12 +54,13 @@ class Result:
 class Simulation:
     """The cluster of one plan, with a launcher that replaces what crashes."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, checked: bool = True) -> None:
+        """`checked`: what is published, held and seen is logged, and looked at after the run (`history`)."""
         self.plan, self.disk, self.outcome = plan, Disk(), Outcome()
         self.store, self._resuming = SimulatedStore(KEEP if plan.resumes else 0), Resuming()
         self.world = World(plan.seed, uneven=plan.terms.measure_links)
+        self.world.history = [] if checked else None
         plan.job.lost.clear()
-        self._replay = replay_line(plan.seed, played_by(plan))
         self.workers: dict[str, SimulatedWorker | KeyedWorker] = {}
         self.servers: dict[str, SimulatedServer] = {}
         self.aggregators: dict[str, SimulatedAggregator] = {}
@@ -86,8 +88,9 @@ class Simulation:
         try:
             self.world.run(LIMIT_S, lambda: self.outcome.finished or bool(self.outcome.aborted))
             self._check()
-        except AssertionError as error:
-            raise SimulationFailed("\n".join([self._replay, str(error), *self.events])) from error
+            history.check(self.world.history or (), self.plan.job)
+        except Exception as error:  # a defect of any kind is a failed seed
+            raise failure(self, error) from error
         steps = {(step, replica) for _, step, replica in self.outcome.computed}
         return Result(
             self.plan, self.outcome, self.world.now, len(self.outcome.computed) - len(steps),
@@ -121,10 +124,11 @@ class Simulation:
         """One more worker."""
         name = self._name("worker")
         speed, job = self.world.random.choice([1.0, 1.0, 0.4]), self.plan.job
-        self.workers[name] = (
-            KeyedWorker(self.world, name, job, speed) if isinstance(job, KeyedJob)
-            else SimulatedWorker(self.world, name, job, self.store, speed, self.plan.hesitate_s)
-        )  # fmt: skip
+        if isinstance(job, KeyedJob):
+            self.workers[name] = KeyedWorker(self.world, name, job, speed)
+            return
+        self.workers[name] = worker = SimulatedWorker(self.world, name, job, self.store, speed, self.plan.hesitate_s)
+        history.note_accepted(self.world, worker.shell)
 
     def _name(self, role: str) -> str:
         self._named[role] += 1
@@ -164,10 +168,10 @@ class Simulation:
                 if alive:
                     self._strike_one(fault, self.world.random.choice(alive))
                     return
-        self.events.append(f"{self.world.now:.3f} {fault.kind} {fault.seconds:.2f}")
+        self._tell(f"{fault.kind} {fault.seconds:.2f}")
 
     def _strike_one(self, fault: Fault, name: str) -> None:
-        self.events.append(f"{self.world.now:.3f} {fault.kind} {name} {fault.seconds:.2f}")
+        self._tell(f"{fault.kind} {name} {fault.seconds:.2f}")
         node = self.world.nodes[name]
         match fault.kind:
             case "crash":
@@ -192,6 +196,10 @@ class Simulation:
             case "leave" if len(self._staying(fault.role)) > self.plan.least(fault.role):
                 self._tell_to_leave(fault.role, name)
 
+    def _tell(self, what: str) -> None:
+        self.events.append(f"{self.world.now:.3f} {what}")
+        self.world.tell(f"fault: {what}")
+
     def _watch_coordinator(self) -> None:
         self.start_coordinator()
         self.world.at(0.5, self._watch_coordinator)
@@ -207,12 +215,13 @@ class Simulation:
             return
         start = {"server": self.start_server, "aggregator": self.start_aggregator, "worker": self.start_worker}
         start.get(role, self.start_coordinator)()
+        self.world.tell(f"the launcher starts {next(reversed(self.world.nodes))}")
 
     def _resize(self) -> None:
         """The launcher acts on it when the coordinator has announced it, as the real one does."""
         choose, least = self.world.random.randint, self.plan.terms.workers_min
         order = Resize(choose(least, least + 3), choose(1, 4))
-        self.events.append(f"{self.world.now:.3f} {order}")
+        self._tell(str(order))
         self._orders.give(order)
 
     def _resized(self, order: Resize) -> None:
@@ -252,7 +261,7 @@ class Simulation:
         if isinstance(self.plan.job, KeyedJob) and LEFT in self.outcome.aborted:
             return  # nobody can make its pushes again
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
-        assert self.outcome.finished, self._stuck()
+        assert self.outcome.finished, stuck(self)
         self._check_size()
         check_evaluations(self.plan.job, self.outcome, self.coordinator, self.events)
         job = self.plan.job
@@ -279,7 +288,7 @@ class Simulation:
     def _stopped_for(self, poison: tuple[int, int]) -> bool:
         """Has the job ended at the step whose gradient is not finite? With a quorum it may do without it."""
         if not self.outcome.aborted:
-            assert self.outcome.finished, self._stuck()
+            assert self.outcome.finished, stuck(self)
             sync = self.plan.job.sync
             quorum = sync.quorum if isinstance(sync, Sync) else None
             assert quorum is not None, f"it went on after (step, replica) {poison}"
@@ -288,9 +297,6 @@ class Simulation:
             f"aborted: {self.outcome.aborted}"
         )
         return True
-
-    def _stuck(self) -> str:
-        return stuck(self.world.now, self.workers, self.servers, self.coordinator, self.outcome)
 
     def _check_size(self) -> None:
         """No more workers compute than were ordered, whoever is coordinator by now."""
@@ -339,6 +345,43 @@ class Simulation:
         return primary is None or not primary.node.alive or shard not in primary.machine.held
 
 
+def failure(played: Simulation, error: Exception) -> SimulationFailed:
+    """What has gone wrong, and what was wrong in the log before that."""
+    said, entry = [str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"], None
+    try:
+        history.check(played.world.history or (), played.plan.job)
+    except history.Broken as broken:
+        said, entry = list(dict.fromkeys([*said, str(broken)])), broken.entry
+    failed = SimulationFailed("\n".join([replay_line(played.plan.seed, played.plan.played), *said, *played.events]))
+    failed.entry = entry
+    return failed
+
+
+def stuck(played: Simulation) -> str:
+    """What each member that lives waits for, and what the coordinator has said."""
+    lines = [f"stuck after {played.world.now:.1f} s"]
+    lines += [_of_worker(name, worker) for name, worker in played.workers.items() if worker.node.alive]
+    for name, server in played.servers.items():
+        if server.node.alive:
+            held = {i: server.machine.machine(i) for i in server.machine.held}
+            lines.append(f"{name}: view {server.machine.view and server.machine.view.number} " + "; ".join(
+                f"{i}: {'P' if m.primary else 'B'} v{m.version} pub{m.published} sum of {m.added} held {m._held} "
+                f"{m.copies} awaiting {m.awaiting} clocks {m.clocks} wants {m.wants}"
+                for i, m in held.items() if m is not None))  # fmt: skip
+    if played.coordinator is not None:
+        machine = played.coordinator.machine
+        lines.append(f"coordinator: {machine.phase}, {machine.view}, taking {machine._snapshots.taking}, "
+                     f"done {machine.course.members.done}, waits for {machine.waiting_for()}")  # fmt: skip
+    return "\n".join([*lines, *played.outcome.said])
+
+
+def _of_worker(name: str, worker: SimulatedWorker | KeyedWorker) -> str:
+    if isinstance(worker, KeyedWorker):
+        return worker.story()
+    machine = worker.machine
+    return f"{name}: replica {worker._replica}, next {machine.next_action()}, missing {machine.missing}, {machine}"
+
+
 def _ended_earlier(plan: Plan, planned: ScriptStops, view: View | None) -> Plan:
     """Who has left the loop computes nothing again that is lost with a server: the job may end a version earlier."""
     version = planned.version if view is None or view.orders.stop is None else view.orders.stop.version
@@ -354,18 +397,3 @@ def play(plan: Plan) -> Result:
 def simulate(seed: int, played: Played = _SYNC) -> Result:
     """Play one seed under a policy."""
     return play(make_plan(seed, played))
-
-
-def first_failure(played: Played, seeds: Sequence[int]) -> str:
-    """What the first of these seeds that fails says, after the line that replays it: for a bug planted on purpose.
-
-    Raises AssertionError if all are well.
-    """
-    for seed in seeds:
-        try:
-            simulate(seed, played)
-        except SimulationFailed as failed:
-            line, _, said = str(failed).partition("\n")
-            assert line == replay_line(seed, played)
-            return said
-    raise AssertionError(f"not found within {len(seeds)} seeds")

@@ -48,6 +48,8 @@ class ServedChannel(WireChannel):
 
     def _content_of(self, header: Header, payload: Any) -> Any:
         content = super()._content_of(header, payload)
+        if header.kind in (Kind.VERSION, Kind.STATE) or (header.kind is Kind.ROWS and not header.flags & SKIP):
+            server_checks.note_sent(self._server, header, self.name, content)
         if header.kind is Kind.VERSION:
             return self._server.job.sent(header.shard, content)
         if header.kind is Kind.ROWS and not header.flags & SKIP:
@@ -69,10 +71,10 @@ class SimulatedServer:
         self.decided: dict[tuple[ViewNumber, int], tuple[int, float | None]] = {}  # shard and scale by step
         self.used: dict[tuple[ViewNumber, int, int, int], int] = {}  # generation, shard, replica, state -> step
         self.leaving = self._folds = False
-        self._from: WireChannel  # from which the frame in progress came
+        self.taken_from: WireChannel  # from which the frame in progress came
         self._views = PlayedViews()
         self._job = whole = named_job(job)
-        self._intake = NamedIntake(whole, self._views, self._taken, name)
+        self._intake = NamedIntake(whole, self._views, self._heard, name)
         self.reducer = Reducer(name, whole, self, self._put, Tracer(name), cast(Any, NamedWriter(self)))
         self.reducer._parts.factory = NamedShards(self)
         cast(NamedPool, whole.pool).held = 0  # the factory in whose place that is has kept one
@@ -181,7 +183,7 @@ class SimulatedServer:
         }[role]  # fmt: skip
 
         def came() -> None:
-            self._from = channel
+            self.taken_from = channel
             try:
                 receive(channel, who)
             except ProtocolError as error:
@@ -192,8 +194,9 @@ class SimulatedServer:
             self.reducer_event(inbox.Linked(channel, who))
         return ""
 
-    def _taken(self, event: inbox.Event) -> None:
-        server_checks.check_current(self, self._from, event)
+    def _heard(self, event: inbox.Event) -> None:
+        if not isinstance(event, inbox.Followed | inbox.UnfollowCame | inbox.Fetched):  # the shell looks at questions
+            server_checks.note_taken(self, type(event).__name__, what="hears")
         self.reducer_event(event)
 
     # ---- afterwards ----

@@ -11,13 +11,12 @@ from rallypoint.core.protocol import GiveUp
 from rallypoint.core.shard.clip import StepVerdict, phrase
 from rallypoint.core.shard.effects import Apply, Finish, Reply
 from rallypoint.core.view import View
-from rallypoint.server import inbox
+from rallypoint.net.frames import Header
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.replicas.codec_states import Coded
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean, State
 
 if TYPE_CHECKING:
-    from rallypoint.testing.simulation.names import WireChannel
     from rallypoint.testing.simulation.server import SimulatedServer
 
 
@@ -25,6 +24,11 @@ def check_while_it_runs(server: SimulatedServer) -> None:
     """Look at what its reducer publishes and answers, and at what it measures."""
     parts = server.reducer._parts
     publish, reply, measured = parts.followers.publish, parts.followers.reply, parts.decisions.measured
+    issue = parts.tickets.issue
+
+    def issued(channel: Any, header: Header, buffer: Any, **settings: Any) -> int:
+        note_taken(server, header.kind.name, header.shard, header.step)
+        return issue(channel, header, buffer, **settings)
 
     def published(shard: int, version: int) -> None:
         check_published(server, shard, version)
@@ -41,9 +45,26 @@ def check_while_it_runs(server: SimulatedServer) -> None:
 
     for owner, name, checked in (
         (parts.followers, "publish", published), (parts.followers, "reply", replied),
-        (parts.decisions, "measured", looked),
+        (parts.decisions, "measured", looked), (parts.tickets, "issue", issued),
     ):  # fmt: skip
         setattr(owner, name, checked)
+
+
+def note_taken(server: SimulatedServer, kind: str, shard: int = -1, version: int = -1, what: str = "takes") -> None:
+    """A contribution, an update or a state that has come counts here (or is heard)."""
+    came, now = server.taken_from, server.shell.fence.number
+    server.world.note(what, server.node.name, shard, version, now, came.name, (kind, came.view))
+
+
+def note_sent(server: SimulatedServer, header: Header, to: str, content: Any) -> None:
+    """A version becomes visible."""
+    index, machines = header.shard, server.machine
+    view, kept = machines.view, tuple(server.held[index].wire)
+    assert view is not None
+    copies = [view.backup[index]] if index in machines.caught_up else []
+    copies += [view.incoming[index].server] if index in machines.arrived else []
+    more = (header.kind.name, content, tuple(copies), kept)
+    server.world.note("sends", server.node.name, index, header.step, header.view, to, more)
 
 
 @contextmanager
@@ -81,7 +102,7 @@ def check_rows(server: SimulatedServer, shard: int, version: int, content: Conte
 
 
 def check_published(server: SimulatedServer, index: int, version: int) -> None:
-    """What everybody may see has the right bytes, and a backup that may be promoted holds it (I4).
+    """What everybody may see has the right bytes.
 
     Not in a generation that is over, where nobody sees it any more (I10): a worker that goes on elsewhere may have let
     a version land over what it still sends to a server that has slept through the roll-back.
@@ -92,19 +113,6 @@ def check_published(server: SimulatedServer, index: int, version: int) -> None:
     server.job.check_whole(index, version, content)
     if not isinstance(content, Mean):
         server.job.check_version(index, version, content.content if isinstance(content, State) else content)
-    view, machines = server.machine.view, server.machine
-    if view is None:
-        return
-    beside = [view.backup[index]] if index in machines.caught_up else []
-    beside += [view.incoming[index].server] if index in machines.arrived else []
-    for backup in map(server.node.world.acceptors.get, beside):
-        if isinstance(backup, type(server)):
-            theirs = backup.machine.machine(index)
-            if backup.node.alive and theirs is not None and backup.machine.view == view:
-                assert theirs.version >= version, (
-                    f"{server.node.name} publishes version {version} of shard {index} while its backup "
-                    f"{backup.node.name} is at version {theirs.version}"
-                )
 
 
 def _is_stale(server: SimulatedServer) -> bool:
@@ -135,15 +143,6 @@ def check_read(server: SimulatedServer, index: int, reply: Reply, content: Conte
             written = server.job.written(index, replica, reply.clock if replica == reply.replica else bound)
             missing = sorted(written - content)
             assert not missing, f"{server.node.name}: shard {index}: {reply} runs ahead of {missing}"
-
-
-def check_current(server: SimulatedServer, channel: WireChannel, event: inbox.Event) -> None:
-    """What a server takes was sent in the generation in force, or later (I10); the shell looks at what is asked."""
-    number, view = channel.view, server.machine.view
-    assert view is not None
-    what = f"{server.node.name} takes a {type(event).__name__} of {channel.name} that is of view {number}"
-    asks = isinstance(event, inbox.Followed | inbox.UnfollowCame | inbox.Fetched)
-    assert asks or number >= view.generation, f"{what}; the generation is {view.generation}"
 
 
 def decoded(server: SimulatedServer, index: int, payload: Content | Coded) -> Content:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
-from rallypoint.core.protocol import AnyOrder, Hello, Ordered, Pause
-from rallypoint.testing.simulation.member import COORDINATOR, RETRY_S
-from rallypoint.testing.simulation.network import Node, Wire
+from rallypoint.core.protocol import Ordered, Pause
+from rallypoint.testing.simulation.member import Given
+from rallypoint.testing.simulation.network import Node
 
 _LOOK_S = 20.0  # how often an operator looks whether the job is paused though it was let go on
 # A kind of fault that is none: it is an order.
@@ -85,37 +84,3 @@ class Operators:
 
     def _tell(self, node: Node, answer: Ordered) -> None:
         self._told.append(f"{node.world.now:.3f} {answer.text}")
-
-
-class Given:
-    """One order, given until it is answered: `heard(answer, again)`; `again`: an answer was lost before this one."""
-
-    def __init__(self, node: Node, order: AnyOrder, heard: Callable[[Ordered, bool], None]) -> None:
-        self._node, self._order, self._heard, self._again = node, order, heard, False
-        self._connect()
-
-    def _connect(self) -> None:
-        hello = Hello("observer", self._node.name, "host", "", 0)
-        self._node.world.connect(self._node, COORDINATOR, hello, self._up, lambda _: self._retry())
-
-    def _retry(self) -> None:
-        self._node.later(RETRY_S, self._connect)
-
-    def _up(self, wire: Wire) -> None:
-        wire.on_message[0] = lambda message: self._receive(wire, message)
-        wire.on_close[0] = self._lost
-        wire.send(0, self._order)
-
-    def _lost(self) -> None:
-        self._again = True
-        self._retry()
-
-    def _receive(self, wire: Wire, message: Any) -> None:
-        if not isinstance(message, Ordered) or message.kind != type(self._order).__name__:
-            return
-        wire.on_message[0], wire.on_close[0] = lambda _: None, lambda: None
-        wire.close(0)
-        if "too many orders" in message.text:
-            self._retry()
-        else:
-            self._heard(message, self._again)

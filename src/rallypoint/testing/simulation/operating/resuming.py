@@ -16,6 +16,7 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed, begun_by
 from rallypoint.core.cluster.storing.snapshot_duty import ATTEMPTS
 from rallypoint.core.job import JobRecord
+from rallypoint.core.view import ViewNumber
 from rallypoint.store.snapshots import order
 from rallypoint.testing.simulation.coordinator import Disk
 from rallypoint.testing.simulation.store import SimulatedStore
@@ -90,6 +91,7 @@ class Resuming:
             return
         for name in [name for name in world.nodes if name.startswith(_ROLES)]:
             world.nodes[name].kill()
+        world.note("resumed", fault.role, -1, -1, ViewNumber())
         if fault.role in (NEW_JOURNAL, FORK):
             played.disk = Disk()
         self._begin(fault.role, played.store, f"resume {len(played.events)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.layout import Layout, Shard, TablePart, TensorSpec, carried_by
+from rallypoint.core.optimizer import LossScaling
 
 Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
 GARBAGE: Content = -1
@@ -145,3 +147,22 @@ def layout_of(
     )
     specs = (TensorSpec("table", (len(tables), 16), "float32", 0),) if tables else ()
     return Layout((), shards, 16 * count, "simulated", specs)
+
+
+# ---- the loss scale of a job with fp16: a shard of its own, the last one of the buffers, as a number ----
+
+SCALING = LossScaling(init_scale=1024.0, growth_interval=3)
+_APART = 100  # the content is this times the scale's exponent (of two, counted from -500), plus the steps applied
+_LOWEST = -500
+FIRST_SCALE = _APART * (10 - _LOWEST)
+
+
+def scale_of(content: int) -> float:
+    """What the losses of a step are multiplied by, when this is the content of the scale's shard."""
+    return math.ldexp(1.0, content // _APART + _LOWEST)
+
+
+def scale_after(content: int, *, skipped: bool) -> int:
+    """The content of the scale's shard after a step."""
+    scale, applied = SCALING.after(scale_of(content), content % _APART, skipped=skipped)
+    return _APART * (math.frexp(scale)[1] - 1 - _LOWEST) + applied
