@@ -88,6 +88,8 @@ class Simulation:
             self._check()
         except AssertionError as error:
             raise SimulationFailed("\n".join([self._replay, str(error), *self.events])) from error
+        finally:
+            self.world.close()
         steps = {(step, replica) for _, step, replica in self.outcome.computed}
         return Result(
             self.plan, self.outcome, self.world.now, len(self.outcome.computed) - len(steps),

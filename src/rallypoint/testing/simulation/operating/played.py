@@ -99,4 +99,4 @@ def _of_worker(name: str, worker: SimulatedWorker | KeyedWorker) -> str:
     if isinstance(worker, KeyedWorker):
         return worker.story()
     machine = worker.machine
-    return f"{name}: replica {worker._replica}, next {machine.next_action()}, missing {machine.missing}, {machine}"
+    return f"{name}: replica {worker.replica}, next {machine.next_action()}, missing {machine.missing}, {machine}"
