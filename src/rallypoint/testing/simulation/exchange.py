@@ -82,7 +82,7 @@ class NamedCodec:
         content, name = job.encoded(tokens.of(bytes_of(values)[:TOKEN]), 0 if known is None else known.name)
         after, of = (-1, None) if known is None else (known.step, known.generation)
         self._memory[:TOKEN] = tokens.bytes_of(Residual(name, step, generation))
-        nbytes = min(TOKEN, self.bytes_for(len(values)))
+        nbytes: int = min(TOKEN, self.bytes_for(len(values)))
         out[:nbytes] = tokens.bytes_of(Coded(content, step, self._replica, after, of))[:nbytes]
         return nbytes
 
