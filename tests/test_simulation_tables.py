@@ -10,7 +10,6 @@ import pytest
 
 from rallypoint.core.policy import Async, BoundedStaleness, Sync
 from rallypoint.core.shard.pulls import Request, Requests
-from rallypoint.testing.simulation.exchange import SimulatedRowPulls
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import TablesPlay, word_for
 from rallypoint.testing.simulation.run import simulate
@@ -42,7 +41,7 @@ def test_nobody_is_told_to_leave_while_the_only_other_worker_sleeps_and_was_told
     simulate(359152051, TablesPlay(Sync(quorum=2)))
 
 
-_answered, _ready = Requests.answered, SimulatedRowPulls.ready
+_answered = Requests.answered
 
 
 def _the_newest_for_everybody(
@@ -59,16 +58,15 @@ def _asked_once(self: RowPull, view: Any, homes: Any, connections: Any) -> Itera
             yield shard
 
 
-def _nobody_waits(self: SimulatedRowPulls) -> bool:
+def _nobody_waits(self: RowPull) -> bool:
     """A replica computes with the rows that are here."""
-    _ready(self)
     return True
 
 
 @pytest.mark.parametrize(("owner", "name", "bug", "sentence"), [
     (Requests, "answered", _the_newest_for_everybody, "other bytes"),
     (RowPull, "unasked", _asked_once, "stuck after"),
-    (SimulatedRowPulls, "ready", _nobody_waits, "other bytes"),
+    (RowPull, "over", property(_nobody_waits), "other bytes"),
 ], ids=["the newest", "asked once", "nobody waits"])  # fmt: skip
 @pytest.mark.some("the newest")
 def test_a_bug_planted_on_purpose_is_found(

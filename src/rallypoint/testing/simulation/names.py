@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -132,6 +132,10 @@ class NamedIntake(Intake):
     def _check_values(self, buffer: Buffer, header: Header, place: Shard) -> None:
         """Names are no rows and no records."""
 
+    def _decode_into(self, buffer: Buffer, channel: Any, header: Header, place: Shard) -> Header:
+        channel.receive_into(buffer)
+        return header._replace(codec=0, length=NBYTES)
+
 
 def _with_digest(audits: Audits, channel: Any, worker: str, header: Header, buffer: Any) -> inbox.Pushed:
     digest = str(buffer.content).encode() if audits.audited(header.step) else b""
@@ -172,7 +176,8 @@ class NamedShard:
     def install(self, payload: NamedBuffer, version: int = 0, nbytes: int = 0) -> None:
         """The first version."""
         job, index = self.server.job, self.shard.index
-        assert nbytes == (0 if index in job.table_shards else NBYTES), f"a first version of {nbytes} bytes"
+        right = nbytes == (0 if index in job.table_shards else NBYTES) or job.averages(index)
+        assert right, f"a first version of {nbytes} bytes"
         content = job.first(index) if index in job.table_shards else payload.content
         payload.release()
         self.master = State(content) if job.averages(index) else content
@@ -249,13 +254,11 @@ class NamedShard:
         return version in self.wire
 
     def raw(self, version: int) -> tuple[int, Any, int]:
-        """A kept version."""
-        return 0, NamedBuffer(self.wire[version]), NBYTES
+        """A kept version: of a table nothing."""
+        nbytes = 0 if self.shard.index in self.server.job.table_shards else NBYTES
+        return 0, NamedBuffer(self.wire[version]), nbytes
 
-    def encoded(self, version: int) -> tuple[int, Any, int]:
-        """What workers get who follow: of a table nothing."""
-        code, buffer, nbytes = self.raw(version)
-        return code, buffer, 0 if self.shard.index in self.server.job.table_shards else nbytes
+    encoded = raw
 
     def named(self, header: Header) -> Header:
         """As it is, or as a whole state: else a content says itself what it is."""
@@ -405,6 +408,8 @@ class WireChannel:
         if isinstance(place, memoryview):
             if len(place):
                 place[:TOKEN] = self._node.world.tokens.bytes_of(self._content)
+        elif self._header.kind is Kind.STATE:
+            place.content = self._node.world.tokens.of(decode_record(bytes(self._content)).arrays["master"])
         else:
             place.content = self._content
 
@@ -450,7 +455,7 @@ class WireChannel:
 
     def _content_of(self, header: Header, payload: Any) -> Any:
         if isinstance(payload, memoryview) and header.kind in (Kind.PUSH, Kind.INITIAL):
-            return self._node.world.tokens.of(payload[:TOKEN]) if len(payload) else None
+            return self._node.world.tokens.of(payload[-NBYTES:][:TOKEN]) if len(payload) else None
         return getattr(payload, "content", payload)
 
     def refuse(self, reason: str) -> None:
@@ -552,7 +557,7 @@ class NamedWriter:
         server, snapshot, index = self._server, self._snapshot, record.shard
         if not snapshot:
             return
-        states = {replica: server.world.tokens.of(array) for replica, array in record.codec_states.items()}
+        states = {replica: bytes(array) for replica, array in record.codec_states.items()}
         content = (server.world.tokens.of(record.arrays["master"])[0], record.clocks, states)
         number = server.shell.fence.number
 
@@ -594,5 +599,8 @@ class NamedRestores(Restores):
     def _read_one(self, index: int, origin: str, generation: ViewNumber) -> ShardRecord:
         world = self._server.world
         version, (content, clocks, states) = self._server.store.read(origin, index)
-        kept = {r: _array(world, replace(state, generation=generation)) for r, state in states.items()}
+        kept = dict[int, Array]()
+        for replica, state in states.items():  # what follows the name is what was sent last
+            residual = world.tokens.of(state[:TOKEN])._replace(generation=generation)
+            kept[replica] = np.frombuffer(bytes(world.tokens.bytes_of(residual)) + state[TOKEN:], np.uint8)
         return ShardRecord(index, version, {"master": _array(world, (content, None))}, {}, clocks, kept)

@@ -1,5 +1,5 @@
-"""A clock that is turned by hand, processes that crash and freeze, links that carry messages in order or break, and
-machines that are checked after every call."""
+"""A clock that is turned by hand, processes that crash and freeze, their threads, links that carry messages in order or
+break, and machines that are checked after every call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import heapq
 import itertools
 import os
 import random
+import threading
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
@@ -21,6 +22,7 @@ SLOW_S = 0.05  # now and then a message takes so long
 DEAD_AFTER_S = 3.0  # a link that carries nothing for so long breaks
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = 0.1  # until a link that has broken is made again
+HELD_UP = 0.05  # how often the system lets others run when a thread has left its lock
 
 Call = Callable[[], None]
 Machine = TypeVar("Machine")
@@ -34,6 +36,7 @@ class Node:
         self.alive, self.paused = True, False
         self.sending = 0  # payloads that may not change yet
         self.wires: list[Wire] = []
+        self.threads: list[PlayedThread] = []
         self._backlog: list[tuple[int, Call]] = []  # with their causes
         world.nodes[name] = self
 
@@ -58,6 +61,8 @@ class Node:
         self._backlog.clear()
         for wire in list(self.wires):
             wire.cut()
+        for thread in self.threads:
+            thread.kill()
         if self.world.nodes.get(self.name) is self:
             del self.world.nodes[self.name]
 
@@ -248,6 +253,12 @@ class World:
             self.now, self.cause = when, number
             call()
 
+    def close(self) -> None:
+        """End all threads."""
+        for node in self.nodes.values():
+            for thread in node.threads:
+                thread.kill()
+
     def number(self) -> int:
         """A number above all before it."""
         return next(self._numbers)
@@ -332,6 +343,115 @@ def _ignore(message: Any) -> None:
 
 def _nothing() -> None:
     """Nobody wants to know."""
+
+
+# ---- threads, for real code that blocks: one runs at a time, and the seed says which ----
+
+
+class Killed(BaseException):
+    """The thread's process is no more."""
+
+
+class PlayedThread:
+    """Runs `body`, from `play` until it waits: the world stands still meanwhile."""
+
+    def __init__(self, node: Node, body: Call) -> None:
+        self.node, self._body = node, body
+        self._goes, self._waits = threading.Lock(), threading.Lock()
+        self._goes.acquire()
+        self._waits.acquire()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.runs = self._over = self._killed = False
+        node.threads.append(self)
+
+    def play(self) -> None:
+        """Go on until it waits, or is over."""
+        if self._over:
+            return
+        self.runs = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        else:
+            self._goes.release()
+        self._waits.acquire()
+        self.runs = False
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+
+    def kill(self) -> None:
+        """Unwind it, unless it is itself that ends its process: then it is about to return."""
+        self._killed = True
+        if self._thread is None:
+            self._over = True
+        elif not self.runs:
+            self.play()
+
+    # ---- what it calls itself ----
+
+    def wait(self) -> None:
+        """Until somebody plays it."""
+        self._waits.release()
+        self._goes.acquire()
+        if self._killed:
+            raise Killed
+
+    def sleep(self, seconds: float) -> None:
+        """Compute, copy or write for so long."""
+        self.node.later(seconds, self.play)
+        self.wait()
+
+    def _run(self) -> None:
+        try:
+            self._body()
+        except Killed:
+            pass
+        except BaseException as error:
+            self._error = error
+        self._over = True
+        self._waits.release()
+
+
+class PlayedCondition:
+    """What `threading.Condition` is to real threads. `check` is called whenever the lock is free again."""
+
+    def __init__(self, thread: PlayedThread, check: Call) -> None:
+        self._thread, self._check = thread, check
+        self._depth = 0
+        self._ready: Callable[[], bool] | None = None  # what the thread waits for
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._depth -= 1
+        if self._depth or kind is not None:
+            return
+        self._check()
+        world = self._thread.node.world
+        if self._thread.runs and world.random.random() < HELD_UP:
+            self._thread.sleep(world.latency() / 4)
+
+    def wait_for(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        """No time-out: who was not woken waits for ever."""
+        while not ready():
+            self._ready, depth, self._depth = ready, self._depth, 0
+            self._check()
+            self._thread.wait()
+            self._depth = depth
+        return True
+
+    def notify_all(self) -> None:
+        """Wake the thread, if what it waits for is there."""
+        if self._ready is not None:
+            self._thread.node.later(0.0, self._wake)
+
+    def _wake(self) -> None:
+        if self._ready is not None and self._ready():
+            self._ready = None
+            self._thread.play()
 
 
 # ---- machines ----

@@ -91,6 +91,8 @@ class Simulation:
             history.check(self.world.history or (), self.plan.job)
         except Exception as error:  # a defect of any kind is a failed seed
             raise failure(self, error) from error
+        finally:
+            self.world.close()
         steps = {(step, replica) for _, step, replica in self.outcome.computed}
         return Result(
             self.plan, self.outcome, self.world.now, len(self.outcome.computed) - len(steps),
@@ -379,7 +381,7 @@ def _of_worker(name: str, worker: SimulatedWorker | KeyedWorker) -> str:
     if isinstance(worker, KeyedWorker):
         return worker.story()
     machine = worker.machine
-    return f"{name}: replica {worker._replica}, next {machine.next_action()}, missing {machine.missing}, {machine}"
+    return f"{name}: replica {worker.replica}, next {machine.next_action()}, missing {machine.missing}, {machine}"
 
 
 def _ended_earlier(plan: Plan, planned: ScriptStops, view: View | None) -> Plan:

@@ -13,8 +13,7 @@ from rallypoint.core.shard.effects import Apply, Finish, Reply
 from rallypoint.core.view import View
 from rallypoint.net.frames import Header
 from rallypoint.testing.simulation.member import COORDINATOR
-from rallypoint.testing.simulation.replicas.codec_states import Coded
-from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean, State
+from rallypoint.testing.simulation.replicas.contents import GARBAGE, Coded, Content, Mean, State
 
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.server import SimulatedServer

@@ -11,7 +11,6 @@ Files: the shell under its lock, and the order of all locks (`locked.py`); links
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -320,10 +319,10 @@ class Exchange:
 
     def __init__(
         self, layout: Layout, config: JobConfig, context: ExchangeContext, *, pinned: bool = False, early: bool = True,
-        in_place: InPlace | None = None, narrow: bool = False,
+        in_place: InPlace | None = None, narrow: bool = False, encoder: Encoder | None = None,
     ) -> None:  # fmt: skip
         """`pinned`: the buffer is for a GPU. `early`: a forward pass may begin before all of its version is here.
-        `narrow`: slots may hold bf16, as it travels."""
+        `narrow`: slots may hold bf16, as it travels. `encoder`: another one than the settings say."""
         self.layout, self.me = layout, context.me
         self.in_place = in_place or InPlace()
         words = 0 if config.streamed else layout.words
@@ -343,14 +342,16 @@ class Exchange:
         observed(shell.machine, context.me)
         if shell.states.kept:
             observed(shell.states, f"{context.me}-codec-states")
-        self._locked = locked = LockedShell(shell, context.say, scarce, context.cores)
+        self._locked = locked = LockedShell(
+            shell, context.say, scarce, context.cores, changed=context.changed(), clock=context.clock
+        )  # fmt: skip
         self.cores = locked.cores
         self._adopting = threading.Lock()
         self.viewed: Callable[[View], None] = lambda view: None
         self.updates = 0
         self._closed = False  # guarded by `_adopting`
         self._evaluating = self.had_version = False
-        self._encoder = Encoder(layout, config, narrow=narrow)
+        self._encoder = encoder or Encoder(layout, config, narrow=narrow)
         self._links = Links(context, config, lambda: shell.number)
         self._pushes = Pushes(
             layout, self.memory, self._encoder, self._links, sent=locked.sent, queued=shell.machine.slots.is_queued,
@@ -474,7 +475,7 @@ class Exchange:
     def beat(self) -> Beat:
         """What the next heartbeat says of this worker. Any thread may call it."""
         self._locked.activity += self._evaluating or self.own_loop.busy
-        waited = self._locked.progress.waited(time.monotonic())
+        waited = self._locked.progress.waited(self._locked.clock())
         return Beat(self._links.unreachable(), waited, self._locked.activity, self._evaluating)
 
     # ---- the main thread ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -364,6 +365,8 @@ class ExchangeContext:
     tracer: Tracer
     say: Callable[[str], None]
     cores: SharedCores | None = None
+    changed: Callable[[], threading.Condition] = threading.Condition  # makes what its threads wait on
+    clock: Callable[[], float] = time.monotonic
 
     @property
     def me(self) -> str:

@@ -59,10 +59,12 @@ class LockedShell:
 
     def __init__(
         self, shell: WorkerShell, say: Callable[[str], None], memory: ShardMemory | None = None,
-        cores: SharedCores | None = None,
+        cores: SharedCores | None = None, *, changed: threading.Condition | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.shell, self.machine, self.memory = shell, shell.machine, memory
-        self.changed = threading.Condition()
+        self.changed = changed or threading.Condition()
+        self.clock = clock
         self.failure: BaseException | None = None
         self._say = say
         self._claiming = False  # True while the main thread waits for room in a slot
@@ -121,12 +123,12 @@ class LockedShell:
         Raises the error of whatever has failed. Needs the lock.
         """
         self.activity += 1
-        waited = self.progress.waits(time.monotonic())
+        waited = self.progress.waits(self.clock())
         computing = self.cores.give()
         try:
             wait_until(self.changed, lambda: self.failure is not None or ready(), describe, self._say, waited=waited)
         finally:
-            self.progress.goes_on(time.monotonic())
+            self.progress.goes_on(self.clock())
             if computing:
                 self.cores.take()
         if self.failure is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -666,12 +665,12 @@ class ForwardVersion:
 
         Raises Rewound when the forward pass is stale, and the error of whatever has failed.
         """
-        machine, began = self._machine, time.monotonic()
+        machine, began = self._machine, self._locked.clock()
         assert machine is not None
         with self._locked.changed:
             if not machine.rewound and not machine.here(shards):
                 self._locked.wait_for_shards(shards, lambda: machine.here(shards), self._describe)
-                self.waited += time.monotonic() - began
+                self.waited += self._locked.clock() - began
             if machine.rewound:
                 raise Rewound
             return machine.to_swap(shards)

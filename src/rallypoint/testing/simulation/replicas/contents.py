@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.layout import Layout, Shard, TablePart, TensorSpec, carried_by
 from rallypoint.core.optimizer import LossScaling
+from rallypoint.core.view import ViewNumber
 
 Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
 GARBAGE: Content = -1
@@ -28,6 +29,24 @@ class Mean:
     """Under AllReduce the mean of a step's contributions; None: the step changes nothing."""
 
     content: Content
+
+
+class Coded(NamedTuple):
+    """A contribution as it leaves its encoder: made from the codec state after the step `after` (-1: from none)."""
+
+    content: Content
+    step: int
+    replica: int
+    after: int
+    generation: ViewNumber | None  # the one that the state belongs to; None without a state
+
+
+class Residual(NamedTuple):
+    """A codec state after `step`, in the shard's own count; `name` stands for what was not sent."""
+
+    name: int
+    step: int
+    generation: ViewNumber
 
 
 def combine(*parts: int) -> int:

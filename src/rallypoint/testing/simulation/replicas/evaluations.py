@@ -3,98 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from rallypoint.core.decisions import is_due
 from rallypoint.core.protocol import Evaluated, Evaluates, Message
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker.slots import Evaluate
+from rallypoint.net.pool import bytes_of
 from rallypoint.testing.simulation.coordinator import Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.names import NBYTES, TOKEN
+from rallypoint.testing.simulation.network import PlayedThread
 from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.testing.simulation.replicas.script import figure_of
+from rallypoint.worker.exchange.locked import Rewound
 
 
 class SimulatedEvaluations:
-    """One worker's evaluations. `send` is to the coordinator; `over` is called after each.
-
-    Attributes:
-        runs: it pulls a version, or evaluates it.
-    """
+    """One worker's evaluations. `send` is to the coordinator."""
 
     def __init__(
-        self, exchange: SimulatedExchange, seconds: float, send: Callable[[Message], None], over: Callable[[], None]
+        self, exchange: SimulatedExchange, thread: PlayedThread, seconds: float, send: Callable[[Message], None]
     ) -> None:
         """An evaluation takes at most so many seconds."""
-        self.runs = False
-        self._exchange, self._shell, self._seconds = exchange, exchange.shell, seconds
-        self._send, self._over, self._job = send, over, exchange.job
-        self._pulling: int | None = None
-        self._generation = ViewNumber()
-        self._told: list[Message] = []
+        self._exchange, self._thread, self._seconds, self._send = exchange, thread, seconds, send
+        self._job, self._told = exchange.job, list[Message]()
 
     def register(self, *, new: bool) -> None:
         """Tell the coordinator which evaluations there are; and the last results, unless the worker is `new`."""
         if self._job.every:
-            self._shell.leased.periods = (self._job.every,)
+            self._exchange.leased.expect((self._job.every,))
             told = Evaluates((self._job.every,), self._job.rules.stops)
             for message in (told, *(() if new else self._told[-64:])):
                 self._send(message)
 
     def evaluates(self, version: int) -> bool:
         """Is this worker to evaluate that version before it computes that step?"""
-        return self._shell.number.count > 0 and self._shell.leased.evaluates(self._shell.view, version)
+        return self._job.every > 0 and self._exchange.shell.number.count > 0 and self._exchange.leased.is_due(version)
 
-    def begin(self, version: int, model: Sequence[Content]) -> None:
+    def evaluate(self, version: int, model: Sequence[Content]) -> None:
         """Evaluate the version that is leased to this worker: what the `model` holds, or what servers keep."""
-        self.runs, self._generation = True, self._shell.view.generation
-        if version == self._exchange.machine.step:
-            self._evaluate(version, list(model), held=True)
-            return
-        self._pulling = version
-        self._exchange.pulls.begin_whole(version)
-        self.go_on()
+        leased = self._exchange.leased
+        if (held := leased.held(version)) is not None:
+            self._measure()  # to the end, whatever views say meanwhile
+            leased.end()
+            self._tell(version, held, {"figure": figure_of(model)})
+        elif (pulled := leased.begin(version)) is not None:
+            generation, vector = pulled
+            if vector is None:
+                self._tell(version, generation, None)
+                return
+            data, tokens = bytes_of(vector), self._exchange.node.world.tokens
+            figure = figure_of([tokens.of(data[at : at + TOKEN]) for at in range(0, len(data), NBYTES)])
+            self._measure()
+            with suppress(Rewound):
+                leased.check()
+                leased.end()
+                self._tell(version, generation, {"figure": figure})
 
-    def go_on(self) -> None:
-        """Something has changed: the version may be here, or be another worker's to evaluate."""
-        rows, version = self._exchange.pulls, self._pulling
-        if version is None:
-            return
-        if not self._is_duty(version) or self._shell.next_action() != Evaluate(version):
-            self._stop_pulling()
-            self._over()
-        elif rows.ready():
-            outdated, model = rows.outdated, rows.whole_model()
-            self._stop_pulling()
-            if outdated:
-                self._tell(version, None)
-                self._over()
-            else:
-                self._evaluate(version, model, held=False)
+    def _measure(self) -> None:
+        with self._exchange.evaluating():
+            self._thread.sleep(self._seconds * self._exchange.node.world.random.random())
 
-    def _stop_pulling(self) -> None:
-        self._exchange.pulls.end()
-        self._pulling, self.runs = None, False
-
-    def _is_duty(self, version: int) -> bool:
-        return self._shell.view.generation == self._generation and self.evaluates(version)
-
-    def _evaluate(self, version: int, model: list[Content], *, held: bool) -> None:
-        """What the model holds is evaluated to the end, whatever views say meanwhile."""
-        self.runs = True
-
-        def ended() -> None:
-            self.runs = False
-            if held or self._is_duty(version):
-                self._tell(version, {"figure": figure_of(model)})
-            self._over()
-
-        world = self._exchange.node.world
-        self._exchange.node.later(self._seconds * world.random.random(), ended)
-
-    def _tell(self, version: int, figures: dict[str, float] | None) -> None:
-        self._shell.leased.over(self._generation, version)
-        self._told.append(Evaluated(version, self._generation, figures))
+    def _tell(self, version: int, generation: ViewNumber, figures: dict[str, float] | None) -> None:
+        self._told.append(Evaluated(version, generation, figures))
         self._send(self._told[-1])
 
 

@@ -2,86 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
-from rallypoint.core.worker.aligned import OverlapMachine
 from rallypoint.testing.simulation.exchange import SimulatedExchange
+from rallypoint.testing.simulation.network import PlayedThread
 from rallypoint.testing.simulation.replicas.contents import Content
 
 
 class SimulatedForward:
-    """One worker's forward passes that begin early.
-
-    Attributes:
-        runs: such a pass runs.
-    """
+    """One worker's forward passes that begin early."""
 
     _early_share = 0.8  # of all steps, those that may begin early
 
-    def __init__(self, exchange: SimulatedExchange, swap_s: float, swapped: Callable[[], None]) -> None:
-        """A swap takes at most `swap_s` seconds; `swapped` is called after each, and when all is installed."""
-        self.runs = False
-        self._exchange, self._job, self._swap_s, self._told = exchange, exchange.job, swap_s, swapped
-        self._model: list[Content] = []
+    def __init__(self, exchange: SimulatedExchange, thread: PlayedThread, swap_s: float) -> None:
+        """A swap takes at most `swap_s` seconds."""
+        self._exchange, self._job, self._thread, self._swap_s = exchange, exchange.job, thread, swap_s
         self._random = exchange.node.world.random
-        self._left: list[int] = []  # the shards that the pass still needs; the last one is next
         self._swapped: dict[int, tuple[Content, Content]] = {}  # shard -> what was in its slot, and in the model
-
-    @property
-    def _machine(self) -> OverlapMachine:
-        machine = self._exchange.machine
-        assert isinstance(machine, OverlapMachine)
-        return machine
+        self._runs = False
 
     def allow(self, may: bool) -> None:
         """The main thread looks for something to do. `may`: nothing is to be done first with the next version."""
-        if isinstance(self._exchange.machine, OverlapMachine):
-            self._machine.allow_early(may and self._random.random() < self._early_share)
+        if self._exchange.forward.possible:
+            self._exchange.forward.allow(may and self._random.random() < self._early_share)
 
-    def begin(self, model: list[Content]) -> None:
-        """A replica begins: early, if its version is not installed. `model` changes in place."""
-        self._model = model
-        self.runs = self._exchange.machine.reads != self._exchange.machine.step
-        if self.runs:
-            assert not self._swapped, "the model holds a part of another version"
-            self._left = self._random.sample(range(self._job.shards), self._job.shards)
-
-    def go_on(self) -> bool:
-        """Swap the next shard, or report the install once all are swapped. Returns False if it has to wait for one."""
-        while self._left:
-            if not self._machine.here(self._left[-1:]):
-                return False
-            shard = self._left.pop()
-            if self._machine.to_swap([shard]):
-                self._swapped[shard] = self._exchange.slots[shard], self._model[shard]
-                self._exchange.node.later(self._swap_s * self._random.random(), partial(self._swap, shard))
-                return True
-        self._exchange.installed()
-        self.runs = False
+    def run(self, model: list[Content]) -> None:
+        """Swap all shards into `model`, in any order, and report the install. Raises Rewound when that is stale."""
+        assert not self._swapped, "the model holds a part of another version"
+        self._runs = True
+        for shard in self._random.sample(range(self._job.shards), self._job.shards):
+            for new in self._exchange.forward.take([shard]):
+                before = self._swapped[new] = self._exchange.read(new), model[new]
+                self._thread.sleep(self._swap_s * self._random.random())
+                same = (self._exchange.read(new), model[new]) == before
+                assert same, f"the slot of shard {new} has changed meanwhile"
+                self._exchange.write(new, before[1])
+                model[new] = before[0]
+        self._exchange.forward.installed()
         self._swapped.clear()
-        self._check()
-        self._told()
-        return True
+        self._runs = False
+        self._check(model)
 
-    def _swap(self, shard: int) -> None:
-        """Some time has passed: no link has written to the slot meanwhile."""
-        slots = self._exchange.slots
-        before = slot, model = self._swapped[shard]
-        assert (slots[shard], self._model[shard]) == before, f"the slot of shard {shard} has changed meanwhile"
-        slots[shard], self._model[shard] = model, slot
-        self._told()
-
-    def give_up(self) -> None:
+    def undo(self, model: list[Content]) -> None:
         """The replica ends: swap back what an early pass has swapped."""
-        for shard, (slot, model) in self._swapped.items():
-            self._exchange.slots[shard], self._model[shard] = slot, model
-        if self.runs and self._machine.step >= 0:
-            self._check()
-        self.runs = False
+        for shard, (slot, before) in self._swapped.items():
+            self._exchange.write(shard, slot)
+            model[shard] = before
+        if self._runs and self._exchange.shell.machine.step >= 0:
+            self._check(model)
         self._swapped.clear()
+        self._runs = False
 
-    def _check(self) -> None:
-        for shard, content in self._job.dense(self._model):
-            own = self._job.cadence.updates_before(shard, self._machine.step)
+    def _check(self, model: list[Content]) -> None:
+        for shard, content in self._job.dense(model):
+            own = self._job.cadence.updates_before(shard, self._exchange.shell.machine.step)
             self._job.check_version(shard, own, content)
