@@ -170,9 +170,7 @@ def _as_data(key: str, value: Any) -> Any:
     if key in GONE:
         raise ConfigError(f"{key} is gone: {GONE[key]}")
     if key.partition(".")[0] not in JobConfig.__struct_fields__:
-        raise ConfigError(
-            f"job.train has an unknown field `{key}`: {_INSTEAD.get(key) or _nearest(key)}"
-        )
+        raise ConfigError(f"job.train has an unknown field `{key}`: {_INSTEAD.get(key) or _nearest(key)}")
     try:
         return msgspec.to_builtins(value)
     except TypeError:

@@ -51,9 +51,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     optimizer: Optimizer | None = None
 
 
-class Network(
-    msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True
-):
+class Network(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """How what is sent is cut, held and paced: ``network=rp.Network(shard_bytes=1 << 20)``, and in `--set` and files
     ``network.shard_bytes``.
 
@@ -87,9 +85,7 @@ class Network(
     pacing: Literal["auto", "off"] = "auto"
 
 
-class Memory(
-    msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True
-):
+class Memory(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """What workers keep of parameters and activations.
 
     Written ``memory=rp.Memory(hold="bf16")``, and ``memory.hold`` in `--set`.
@@ -128,9 +124,7 @@ class Audit(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbi
     fingerprints: int = 0
 
 
-class Evaluation(
-    msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True
-):
+class Evaluation(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """What follows from the figures of evaluations.
 
     Written ``evaluation=rp.Evaluation(keep_best="loss")``, and ``evaluation.keep_best`` in `--set`.
@@ -147,9 +141,7 @@ class Evaluation(
     best_is: Literal["min", "max"] = "min"
 
 
-class Reading(
-    msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True
-):
+class Reading(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """In which order samples are read, and what the progress line counts.
 
     Written ``reading=rp.Reading(order="sequential")``, and ``reading.order`` in `--set`.

@@ -127,9 +127,7 @@ Act = (
 )  # fmt: skip
 
 
-def sentence_of(
-    effect: effects.Announce | effects.TellHeld | effects.PeriodTuned,
-) -> Say | Held | SnapshotEvery:
+def sentence_of(effect: effects.Announce | effects.TellHeld | effects.PeriodTuned) -> Say | Held | SnapshotEvery:
     """The message that tells observers a sentence, or a figure."""
     if isinstance(effect, effects.PeriodTuned):
         return SnapshotEvery(effect.seconds)

@@ -287,9 +287,7 @@ class StoredFiles:
     It may be pickled, and used after a fork: connections are made in the process that needs them.
     """
 
-    def __init__(
-        self, options: Mapping[str, Any] | None = None, *, cache: Cache | None = None, block: int = 0
-    ) -> None:
+    def __init__(self, options: Mapping[str, Any] | None = None, *, cache: Cache | None = None, block: int = 0) -> None:
         self._options, self.cache, self._block = dict(options or {}), cache, block
         self._made: tuple[int, dict[str, Any]] = 0, {}  # the process, its filesystem of each URL
 

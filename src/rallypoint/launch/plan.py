@@ -470,9 +470,7 @@ def _number(text: str, what: str, most: int) -> int:
     return int(text)
 
 
-def place(
-    role: str, hosts: Sequence[Host], up: Collection[Host], running: Mapping[Host, Sequence[str]]
-) -> Host | None:  # fmt: skip
+def place(role: str, hosts: Sequence[Host], up: Collection[Host], running: Mapping[Host, Sequence[str]]) -> Host | None:
     """Return the host for another process of this role; None if no host takes the role.
 
     The coordinator has a host of its own choice (`coordinators_host`): members look for it at one address. Of the

@@ -104,11 +104,7 @@ def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edit
 
     engine = kind_of(plan.engine)
     try:
-        with (
-            raised(),
-            cluster_of(plan, warn) as cluster,
-            ClusterRun(plan, console, cluster, edited) as run,
-        ):
+        with (raised(), cluster_of(plan, warn) as cluster, ClusterRun(plan, console, cluster, edited) as run):
             status = run.watch(intervene)
         if status == 0:
             console.console.print(f"[dim]everything of this run: {escape(plan.folder)}[/dim]", soft_wrap=True)

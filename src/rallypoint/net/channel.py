@@ -214,9 +214,7 @@ class Outbox:
         self.nbytes = self.waiting = 0
         self.overflows = False  # more waits than the backlog allows
 
-    def add(
-        self, frame: Outgoing, place: Hashable = None, *, urgent: bool = False, rank: Rank = ()
-    ) -> Outgoing | None:
+    def add(self, frame: Outgoing, place: Hashable = None, *, urgent: bool = False, rank: Rank = ()) -> Outgoing | None:
         """Append a frame. Returns the frame that it has replaced, if there is one: it takes that one's turn."""
         self.nbytes += frame.header.length
         if self._backlog is not None and (urgent or place is None):

@@ -70,9 +70,7 @@ class Sparingly:
     if one with the same was written in the last `_SAME_S` seconds. Thread-safe.
     """
 
-    def __init__(
-        self, burst: int = 10, every_s: float = 10.0, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, burst: int = 10, every_s: float = 10.0, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._allowance = clock, Allowance(burst, every_s, clock())
         self._written: dict[Hashable, float] = {}  # keys, and when; the last `_MOST_KEYS`
         self._lock = threading.Lock()

@@ -61,9 +61,7 @@ ACCUMULATE = typer.Option(min=1, help="Micro-batches whose gradients add up befo
 LR = typer.Option(min=0.0, help="Highest learning rate: reached after the warm-up, then a cosine.")
 VALIDATE_EVERY = typer.Option(min=1, help="Steps between validations.")
 PATIENCE = typer.Option(min=0, help="End after so many validations that were no better (0: never).")
-PRECISION = typer.Option(
-    help="bf16, fp16: forward passes in torch.autocast, parameters in fp32; fp16 scales losses."
-)
+PRECISION = typer.Option(help="bf16, fp16: forward passes in torch.autocast, parameters in fp32; fp16 scales losses.")
 DEVICE = typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")
 OUT = typer.Option(help="Folder for the trained model. Default: the run folder.")
 

@@ -113,9 +113,7 @@ class FrameChecks:
         """Check that it is of a replica of the job, and not longer than its codec's states can be."""
         limits = self._formats.of(self.place(header))
         if header.replica >= self._job.config.replicas:
-            raise ProtocolError(
-                f"a codec state of replica {header.replica}: this job has {self._job.config.replicas}"
-            )
+            raise ProtocolError(f"a codec state of replica {header.replica}: this job has {self._job.config.replicas}")
         if header.kind is Kind.CODEC_STATE and header.length:
             limits.check(header.codec, header.length)
 

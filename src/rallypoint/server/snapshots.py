@@ -315,9 +315,7 @@ class Restores:
         self._missing.discard(shard)
         return self._recalls.pop(shard, [])
 
-    def _read(
-        self, reading: _Reading, doing: str, shards: Sequence[int], origin: str, generation: ViewNumber
-    ) -> None:
+    def _read(self, reading: _Reading, doing: str, shards: Sequence[int], origin: str, generation: ViewNumber) -> None:
         url, name = located(origin, self._url)
         store = SnapshotStore(url)
         manifest = patiently(lambda: store.load(name), self._say, doing, reading.pause)

@@ -162,9 +162,7 @@ def aggregator_main(pipe: Connection, token: str, id: str, address: str) -> None
     pipe.send(("value", service.counts))
 
 
-def worker_main(
-    pipe: Connection, token: str, id: str, address: str, train: TrainFunction, args: Sequence[Any]
-) -> None:
+def worker_main(pipe: Connection, token: str, id: str, address: str, train: TrainFunction, args: Sequence[Any]) -> None:
     """The main function of a worker's process: calls ``train(job, *args)`` and reports what it returns."""
     with Job(id=id, coordinator=address, token=token) as job:
         value = train(job, *args)

@@ -57,9 +57,7 @@ def train_reference(
     return [reference.step(step) for step in range(config.steps)]
 
 
-def loss_scales(
-    model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig
-) -> list[float]:  # fmt: skip
+def loss_scales(model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig) -> list[float]:
     """Train as `train_reference` with fp16, and return the loss scale of every step, and the one after the last."""
     reference = _Reference(model, dataset, loss_fn, config, lambda step, replica: 1.0)
     scales = [reference.scaler.get_scale()]

@@ -98,9 +98,7 @@ class Evaluations:
             )
         return [one for index, one in enumerate(self._registered) if bits >> index & 1]
 
-    def run(
-        self, due: list[Registered], step: int, agree: Agree = lambda values: values
-    ) -> dict[str, float]:
+    def run(self, due: list[Registered], step: int, agree: Agree = lambda values: values) -> dict[str, float]:
         """Run these evaluations in eval mode without gradients. Returns all their figures.
 
         `agree` returns the result of all ranks of this worker, given this rank's. Raises UsageError for a result that

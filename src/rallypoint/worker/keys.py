@@ -75,9 +75,7 @@ def declared(
     return config, build_layout(list(specs.values()), config.network.shard_bytes, tables=tables)
 
 
-def _optimizers(
-    given: dict[str, Any], names: Sequence[str], overrides: Mapping[str, Any]
-) -> dict[str, Optimizer]:  # fmt: skip
+def _optimizers(given: dict[str, Any], names: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, Optimizer]:
     """Take an `optimizer` that is a dict out of what is `given`; return that of each key."""
     if not isinstance(by_part := given.get("optimizer"), Mapping):
         return {}

@@ -103,9 +103,7 @@ def _room(shards: Sequence[Shard], servers: int) -> int:
     return -(-share // largest) * largest
 
 
-def _first_with_room(
-    shard: Shard, loads: Mapping[str, int], room: int, beside: Collection[str] = ()
-) -> str:  # fmt: skip
+def _first_with_room(shard: Shard, loads: Mapping[str, int], room: int, beside: Collection[str] = ()) -> str:
     """The first server in the shard's order that has room, and is not in `beside` if there is a choice."""
     most = room - shard.nbytes
     free = [server for server, load in loads.items() if load <= most]

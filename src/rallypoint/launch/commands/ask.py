@@ -108,9 +108,7 @@ def order(run: Path, wanted: AnyOrder, say: Say) -> str:
     raise AssertionError("_within ends with an error")
 
 
-def _within(
-    answers: Answers, seconds: float, otherwise: str, say: Say, again: Callable[[], None]
-) -> Iterator[Message]:
+def _within(answers: Answers, seconds: float, otherwise: str, say: Say, again: Callable[[], None]) -> Iterator[Message]:
     """Yield the coordinator's messages of so many seconds, then raise LinkError. The job's own messages keep coming
     though the answer does not, when the coordinator was killed before it could send it: `again` asks the next one."""
     deadline, said = time.monotonic() + seconds, False

@@ -252,9 +252,7 @@ def _unused(facts: MachineFacts) -> Advice:
     if not facts.cuda:
         return Advice(Level.WARNING, listed, "this torch is a CPU build: install one for CUDA to train on them")
     driver = facts.gpus[0].driver
-    return Advice(
-        Level.WARNING, listed, f"CUDA_VISIBLE_DEVICES, or a driver ({driver}) too old for CUDA {facts.cuda}"
-    )
+    return Advice(Level.WARNING, listed, f"CUDA_VISIBLE_DEVICES, or a driver ({driver}) too old for CUDA {facts.cuda}")
 
 
 _SAME: tuple[tuple[str, Level, Callable[[MachineFacts], str], str], ...] = (

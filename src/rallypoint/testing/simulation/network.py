@@ -101,9 +101,7 @@ class Wire:
         a.wires.append(self)
         b.wires.append(self)
 
-    def send(
-        self, end: int, message: Any, *, read: Callable[[Any], Any] | None = None, place: Hashable = None
-    ) -> None:
+    def send(self, end: int, message: Any, *, read: Callable[[Any], Any] | None = None, place: Hashable = None) -> None:
         """From end 0 or 1 to the other; `read` turns the message into what is sent when it leaves.
 
         A message replaces the one of the same `place` that is still on its way (as `net/channel.py` does it).

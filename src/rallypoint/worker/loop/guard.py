@@ -104,9 +104,7 @@ class ModelGuard:
         own, in_place = parts.config.reading.order == "own", bool(parts.exchange.in_place.parameters)
         return cls(parts.model, parts.tensors, wrapped=own, in_place=in_place)
 
-    def __init__(
-        self, model: torch.nn.Module, tensors: ModelTensors, *, wrapped: bool, in_place: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, model: torch.nn.Module, tensors: ModelTensors, *, wrapped: bool, in_place: bool = False) -> None:
         """`wrapped`: the loop is the script's own (`rp.wrap`). `in_place`: the model itself is the servers' state."""
         self._wrapped, self._in_place = wrapped, in_place
         self._model, self._new_buffers = model, NewBuffers(model)

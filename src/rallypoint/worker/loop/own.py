@@ -41,9 +41,7 @@ class WorkerOptimizer:
         """Return a digest of the optimizer's settings; see `OwnStepper.settings_digest`."""
         return self._stepper.settings_digest()
 
-    def install(
-        self, version: int, vector: torch.Tensor, states: Mapping[int, ShardRecord], *, skipped: bool
-    ) -> None:
+    def install(self, version: int, vector: torch.Tensor, states: Mapping[int, ShardRecord], *, skipped: bool) -> None:
         """Update the model to `version`.
 
         If there are `states` (shard -> record), load them. Otherwise step the optimizer once with the mean gradient in

@@ -57,9 +57,7 @@ class NoWatch:
         """Does nothing."""
 
 
-def watch_of(
-    group: RankGroup | None, worker: str, heartbeat: float, say: Callable[[str], None]
-) -> RankWatch | NoWatch:  # fmt: skip
+def watch_of(group: RankGroup | None, worker: str, heartbeat: float, say: Callable[[str], None]) -> RankWatch | NoWatch:
     """Return the watch over the ranks of this worker."""
     if group is None or group.board is None:
         return NoWatch()

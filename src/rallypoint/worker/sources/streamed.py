@@ -146,9 +146,7 @@ def prepare(model: torch.nn.Module, config: JobConfig, init: Init | None) -> fro
     return frozenset(name for name, _ in made.values())
 
 
-def _fill_buffers(
-    module: torch.nn.Module, owner: str, device: torch.device, seed: int, init: Init | None
-) -> None:
+def _fill_buffers(module: torch.nn.Module, owner: str, device: torch.device, seed: int, init: Init | None) -> None:
     empty = [leaf for leaf, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
     if not empty:
         return
