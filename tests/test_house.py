@@ -57,7 +57,6 @@ UNCALLED = {
     "launch/engines/kubernetes.py: render": "the command imports it under another name",
     "net/channel.py: Channel.waiting_bytes": "tests measure what a peer that does not read makes wait",
     "store/export.py: average_state": "for scripts that read snapshots, beside model_state",
-    "watch/app.py: Bound.in_thread": "tests look at the page while it is served",
 }
 RETIRED_NAMES: dict[str, str] = {}
 

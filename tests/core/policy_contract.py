@@ -1,4 +1,4 @@
-"""The contract of every policy as tests to inherit (see `rallypoint.testing.contracts`). It needs hypothesis."""
+"""The contract of every policy as tests to inherit. It needs hypothesis."""
 
 from __future__ import annotations
 

@@ -69,9 +69,7 @@ def test_the_newest_usable_stays_when_newer_ones_are_damaged(store: SnapshotStor
         take(store, version)
     for version in (3, 4):
         path = Path(store.url) / snapshot_id(version, 1) / file
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
+        path.write_bytes(path.read_bytes()[:-1])
     store.retain(Retention(keep_last=1))
     found = store.latest_usable(lambda _: None)
     assert found is not None
@@ -82,7 +80,7 @@ def test_nothing_is_deleted_while_nothing_is_usable(store: SnapshotStore) -> Non
     for version in (1, 2, 3):
         take(store, version)
         (Path(store.url) / snapshot_id(version, 1) / "server0-0.shards").unlink()
-    store.retain(Retention(keep_last=1), thorough=False)
+    store.retain(Retention(keep_last=1))
     assert folders(store) == [1, 2, 3]
 
 

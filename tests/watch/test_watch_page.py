@@ -32,6 +32,7 @@ from rallypoint.errors import UsageError
 from rallypoint.launch.observing.beside import facts_of, resolved_of
 from rallypoint.watch.app import HEADER, Operator, Page, Wish, served
 from rallypoint.watch.follow import EVENTS, Follower
+from support.page import in_thread
 
 FILES = ["", "ask.js", "page.js", "page.css", "uplot.js", "uplot.css"]
 READER = {HEADER: "secret"}
@@ -108,7 +109,7 @@ def test_the_token_is_in_no_cookie(client: TestClient) -> None:
 def test_two_pages_on_two_ports_can_be_read_by_one_browser(folder: Path) -> None:
     jar = CookieJar()
     open_ = build_opener(HTTPCookieProcessor(jar)).open
-    with served(folder, {}) as (one, first), served(folder, {}) as (two, second), first.in_thread(), second.in_thread():
+    with served(folder, {}) as (one, first), served(folder, {}) as (two, second), in_thread(first), in_thread(second):
         for address in (one, two, one):
             where, token = address.split("?token=")
             assert b"<title>" in open_(address, timeout=20).read()
@@ -138,7 +139,7 @@ vm.runInThisContext(source + "; globalThis.asked = ask; globalThis.reading = rea
 @pytest.mark.skipif(not which("node"), reason="node, which runs the page's script here, is not installed")
 def test_the_page_s_script_takes_the_token_out_of_the_address_and_reads_the_news(folder: Path) -> None:
     script = files("rallypoint.watch").joinpath("page", "ask.js").read_text()
-    with served(folder, {"name": "a run"}) as (address, server), server.in_thread():
+    with served(folder, {"name": "a run"}) as (address, server), in_thread(server):
         done = subprocess.run(
             ["node", "-e", IN_A_BROWSER, address], input=script, capture_output=True, text=True, timeout=60, check=False
         )
@@ -242,7 +243,7 @@ def test_the_page_asks_nothing_of_the_internet(client: TestClient) -> None:
 
 
 def test_the_stream_begins_with_everything_and_goes_on_with_what_is_new(folder: Path) -> None:
-    with served(folder, facts_of(folder)) as (address, server), server.in_thread():
+    with served(folder, facts_of(folder)) as (address, server), in_thread(server):
         where, token = address.removeprefix("http://").split("/?token=")
         connection = http.client.HTTPConnection(where, timeout=20)
         connection.request("GET", "/news", headers={HEADER: token})

@@ -14,12 +14,12 @@ from test_watch_state import PLAN, line, members, steps
 
 from rallypoint.core.protocol import Aborted, Finished, Metrics, Skipped, StepDone
 from rallypoint.errors import UsageError
-from rallypoint.testing.contracts import TRACKER_CONTRACT, Make, Read, Shown
 from rallypoint.watch import tracking
 from rallypoint.watch.follow import EVENTS
 from rallypoint.watch.tracking import RunFacts, open_tracker, place_of, track
 from support.beside import until
 from support.programs import Program, run_program
+from support.tracker_contract import TRACKER_CONTRACT, Make, Read, Shown
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.testing.contracts import TRACKER_CONTRACT, Make, Read, Shown
 from rallypoint.watch import tracking
 from rallypoint.watch.tracking import open_tracker, parse_target
+from support.tracker_contract import TRACKER_CONTRACT, Make, Read, Shown
 
 WHY = "an optional tracker: pip install 'rallypoint[{}]'"
 

@@ -19,6 +19,7 @@ from test_watch_state import PLAN, line, members, steps
 from rallypoint.watch import app
 from rallypoint.watch.app import HEADER, Visitors, served
 from rallypoint.watch.follow import EVENTS
+from support.page import in_thread
 
 PATIENCE_S = 60
 
@@ -32,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 @contextmanager
 def page(folder: Path) -> Iterator[tuple[str, int]]:
-    with served(folder, {}) as (address, server), server.in_thread():
+    with served(folder, {}) as (address, server), in_thread(server):
         host, port = address.removeprefix("http://").partition("/")[0].split(":")
         yield host, int(port)
 
@@ -70,7 +71,7 @@ def test_who_asks_nothing_whole_is_cut_off_after_a_time(
 
 def test_who_does_not_read_the_answers_is_cut_off_after_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "READ_S", 0.2)
-    with served(folder, {}) as (address, server), server.in_thread():
+    with served(folder, {}) as (address, server), in_thread(server):
         where, token = address.removeprefix("http://").split("/?token=")
         with socket.create_connection(("127.0.0.1", int(where.partition(":")[2])), PATIENCE_S) as deaf:
             ask = f"GET /uplot.js HTTP/1.1\r\nHost: localhost\r\n{HEADER}: {token}\r\n\r\n"

@@ -49,17 +49,10 @@ def _check_current_folder() -> None:
 
 
 def _refuse_gone(words: list[str]) -> None:
-    """Raise UsageError for a command or an option that an earlier version had, with what to do instead.
-
-    Where the words after ours are a script's own, `given.refuse_option` does it for options.
+    """Raise UsageError for a command that is gone, with what to do instead. `given.refuse_option` does it for options.
     """
-    command = " ".join(words[: 2 if words[:1] == ["k8s"] else 1])
-    if command in GONE:
-        raise UsageError(f"rallypoint {command} is gone: {GONE[command]}")
-    for name in [word.partition("=")[0] for word in words[1:] if word.startswith("--")]:
-        shared = GONE.get(name) if command == "coordinator" else None  # it has the options of a run, but no script
-        if why := GONE.get(f"{command} {name}", shared):
-            raise UsageError(f"rallypoint {command} has no {name} any more: {why}")
+    if words and words[0] in GONE:
+        raise UsageError(f"rallypoint {words[0]} is gone: {GONE[words[0]]}")
 
 
 def _place(command: CommandInfo) -> tuple[int, int]:

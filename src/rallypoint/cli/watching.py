@@ -77,7 +77,7 @@ def _serve(run: Path, port: int, *, buttons: bool) -> None:
         print(f"the operator's token, for its buttons: {operator.token}", flush=True)
     with served(run, facts_of(run), port, operator, functools.partial(resolved_of, run)) as (address, server):
         print(f"the page of {run}: {address}", flush=True)
-        server.run()
+        server.answer()
 
 
 def _compare(runs: list[Path], port: int) -> None:
@@ -96,7 +96,7 @@ def _compare(runs: list[Path], port: int) -> None:
     settings = {name: facts_of(run)["settings"] for name, run in folders.items()}
     with compared(folders, settings, port) as (address, server):
         print(f"the page of {', '.join(folders)}: {address}", flush=True)
-        server.run()
+        server.answer()
 
 
 def _show(run: Path) -> None:

@@ -123,7 +123,7 @@ class SnapshotKeeper:
             # Keep `origin`: a server may still have to start from it.
             best, decided = act.kept or (-1, manifest.version)  # one of those after `decided` may be the best
             keep = (manifest.id, act.origin)
-            self._store.retain(self._kept_by(act), keep, thorough=False, versions=lambda v: v == best or v > decided)
+            self._store.retain(self._kept_by(act), keep, versions=lambda v: v == best or v > decided)
         except Exception as error:
             self._put(inbox.SentenceSaid(f"old snapshots could not be deleted: {sentence_of(error)}"))
 

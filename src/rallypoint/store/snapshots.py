@@ -310,14 +310,12 @@ class SnapshotStore:
     # Cleaning up
 
     def retain(
-        self, retention: Retention, keep: Collection[str] = (), *, thorough: bool = True,
-        versions: Callable[[int], bool] = lambda version: False,
-    ) -> None:  # fmt: skip
+        self, retention: Retention, keep: Collection[str] = (), versions: Callable[[int], bool] = lambda version: False
+    ) -> None:
         """Delete the snapshots that neither `retention` nor `keep` (names) nor `versions` asks for, and older attempts.
 
-        The newest usable snapshot is always kept. To find it, the newest one is read in full before anything is
-        deleted. With `thorough=False` only its files' sizes are checked, for a filesystem where reading is expensive.
-        Raises SnapshotFailed when something cannot be deleted.
+        The newest usable snapshot is always kept: the newest one whose files have their sizes. Raises SnapshotFailed
+        when something cannot be deleted.
         """
         committed, attempts = self._survey()
         by_id = {manifest.id: manifest for manifest in committed}
@@ -325,16 +323,15 @@ class SnapshotStore:
         kept = wanted(newest, retention) | set(keep) | {found.id for found in committed if versions(found.version)}
         unwanted = [manifest.id for manifest in committed if manifest.id not in kept]
         if unwanted:
-            self._delete_but_the_newest_usable(unwanted, newest, thorough)
+            self._delete_but_the_newest_usable(unwanted, newest)
         for snapshot_id in attempts:
             if newest and order(snapshot_id) < order(newest[0].id) and snapshot_id not in keep:
                 self.discard(snapshot_id)
         with self._deleting():
             self._files.sweep(_LATEST)
 
-    def _delete_but_the_newest_usable(self, unwanted: list[str], newest: list[Manifest], thorough: bool) -> None:
-        check = self.verify if thorough else self._check_sizes
-        usable = next((manifest.id for manifest in newest if _passes(check, manifest)), None)
+    def _delete_but_the_newest_usable(self, unwanted: list[str], newest: list[Manifest]) -> None:
+        usable = next((manifest.id for manifest in newest if not self.unseen(manifest)), None)
         if usable is None:
             return  # no snapshot is usable: delete nothing, the user may still rescue something
         for snapshot_id in unwanted:
@@ -459,14 +456,6 @@ def _write_file(
         if size >= FILE_BYTES or pace.is_full(size):
             break
     return entries
-
-
-def _passes(check: Callable[[Manifest], None], manifest: Manifest) -> bool:
-    try:
-        check(manifest)
-    except DamagedSnapshot:
-        return False
-    return True
 
 
 def _check_names(snapshot_id: str, part: str = "part") -> None:

@@ -506,12 +506,16 @@ _AT_ONCE, _QUEUE = 32, 1024  # connections that are taken before there is a look
 GRACE_S = 2  # for what is being answered at the end: an order may take minutes
 
 
-class _PageServer(uvicorn.Server):
-    """Ends the page's streams when it is told to end: it would wait for them."""
+class PageServer(uvicorn.Server):
+    """Answers on its socket. Ends the page's streams when it is told to end: it would wait for them."""
 
-    def __init__(self, config: uvicorn.Config, page: Page | ComparisonPage) -> None:
+    def __init__(self, config: uvicorn.Config, page: Page | ComparisonPage, listening: socket.socket) -> None:
         super().__init__(config)
-        self._page = page
+        self._page, self._listening = page, listening
+
+    def answer(self) -> None:
+        """Until SIGINT, SIGTERM or `end`."""
+        self.run([self._listening])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -532,7 +536,7 @@ class _PageServer(uvicorn.Server):
 def served(
     folder: Path, facts: dict[str, Any], port: int = 0, operator: Operator | None = None,
     resolved: Callable[[], dict[str, str]] = dict,
-) -> Iterator[tuple[str, Bound]]:
+) -> Iterator[tuple[str, PageServer]]:
     """In the body the page of the run in `folder` can be opened: yields its address with its token, and the server to
     run. Raises UsageError if there is no log, or the port is taken."""
     follower, token = _follower(folder), secrets.token_urlsafe(16)
@@ -543,7 +547,7 @@ def served(
 @contextmanager
 def compared(
     folders: Mapping[str, Path], settings: Mapping[str, Mapping[str, str]], port: int = 0
-) -> Iterator[tuple[str, Bound]]:
+) -> Iterator[tuple[str, PageServer]]:
     """As `served`, for a page that compares the runs in these folders, by the names that it shows."""
     followers, token = {name: _follower(folder) for name, folder in folders.items()}, secrets.token_urlsafe(16)
     with _serving(ComparisonPage(followers, settings, token), [*followers.values()], token, port) as bound:
@@ -558,40 +562,18 @@ def _follower(folder: Path) -> Follower:
 @contextmanager
 def _serving(
     page: Page | ComparisonPage, followers: Sequence[Follower], token: str, port: int
-) -> Iterator[tuple[str, Bound]]:
+) -> Iterator[tuple[str, PageServer]]:
     with _listening(port) as listening, ExitStack() as following:
         config = uvicorn.Config(
             page.app, log_level="error", access_log=False, lifespan="off", server_header=False, ws="none",
             timeout_graceful_shutdown=GRACE_S, http=Visitors().protocol(), backlog=_AT_ONCE,
         )  # fmt: skip
-        server = _PageServer(config, page)
+        server = PageServer(config, page, listening)
         for follower in followers:
             follower.start()
             following.callback(follower.close)
         server.config.load()
-        yield f"http://{_HOST}:{listening.getsockname()[1]}/?token={token}", Bound(server, listening)
-
-
-class Bound:
-    """The server with its socket."""
-
-    def __init__(self, server: _PageServer, listening: socket.socket) -> None:
-        self._server, self._listening = server, listening
-
-    def run(self) -> None:
-        """Answer until SIGINT, SIGTERM or `end`."""
-        self._server.run([self._listening])
-
-    @contextmanager
-    def in_thread(self) -> Iterator[None]:
-        """In the body a thread answers."""
-        thread = threading.Thread(target=self.run, name="page", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._server.end()
-            thread.join()
+        yield f"http://{_HOST}:{listening.getsockname()[1]}/?token={token}", server
 
 
 @contextmanager

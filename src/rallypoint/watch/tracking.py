@@ -46,7 +46,7 @@ class RunFacts:
 
 
 class Tracker(Protocol):
-    """Takes the figures of one run. Implementations pass `rallypoint.testing.contracts`.
+    """Takes the figures of one run.
 
     `start` comes first, and again whenever the run goes back to an earlier step, or is tracked again from a step on.
     Steps rise between two calls of it. Any method may raise, and may take its time: a tracker has a process of its own.
