@@ -56,7 +56,6 @@ UNCALLED = {
     "bridges/ray.py: run_shipped": "the script that the driver sends to workers calls it",
     "launch/engines/kubernetes.py: render": "the command imports it under another name",
     "net/channel.py: Channel.waiting_bytes": "tests measure what a peer that does not read makes wait",
-    "store/export.py: average_state": "for scripts that read snapshots, beside model_state",
 }
 RETIRED_NAMES: dict[str, str] = {}
 

@@ -221,9 +221,6 @@ def test_the_command_writes_a_script_from_options_on_both_sides_of_the_users(tmp
     assert command.startswith(f"exec {sys.executable} -P -m rallypoint.cli run --workers 2:8 --servers 3 ")
     assert " --engine slurm " in command
     assert command.endswith(" --or-resume train.py --lr 0.1")
-    gone = ["-m", "rallypoint.cli", "slurm", "train.py", "--lead", "60"]
-    status, text = run_program(gone, tmp_path / "output", env=dict(os.environ), cwd=tmp_path)
-    assert "hint: --lead goes to train.py: edit the seconds in #SBATCH --signal" in text
     misspelt = ["-m", "rallypoint.cli", "slurm", "train.py", "--worker", "8"]
     status, text = run_program(misspelt, tmp_path / "output", env=dict(os.environ), cwd=tmp_path)
     assert "hint: --worker goes to train.py: did you mean --workers?" in text

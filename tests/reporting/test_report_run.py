@@ -41,10 +41,10 @@ def run_of(tmp_path: Path) -> Iterator[tuple[Program, Path]]:
     script.write_text(SCRIPT)
     argv = [
         "-m", "rallypoint.cli", "run", "--workers", "2", "--servers", "1", "--heartbeat", "60",
-        "--snapshots", f"memory://user:{IN_OVERRIDES}@host/run", "--folder", str(folder), str(script),
+        "--snapshots", f"file://user:{IN_OVERRIDES}@host/run", "--folder", str(folder), str(script),
         "--api-key", IN_ARGUMENTS,
     ]  # fmt: skip
-    program = Program(argv, tmp_path / "output", {**os.environ, "MY_API_KEY": IN_ENVIRONMENT})
+    program = Program(argv, tmp_path / "output", {**os.environ, "MY_API_KEY": IN_ENVIRONMENT}, tmp_path)
     try:
         until(lambda: b"StepDone" in events(folder), lambda: (tmp_path / "output").read_text())
         yield program, folder

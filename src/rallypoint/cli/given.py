@@ -126,6 +126,14 @@ def hint_at_misplaced(context: typer.Context, given: list[str], first: str) -> N
         )  # fmt: skip
 
 
+def hint_at_misspelt(context: typer.Context, first: str) -> None:
+    """Say which options that we do not have look like one of ours, where those may stand after the script too."""
+    known = {option for parameter in context.command.params for option in parameter.opts if option.startswith("--")}
+    for name in [argument.partition("=")[0] for argument in context.args if argument.startswith("--")]:
+        if guess := meant(name, known):
+            print(f"hint: {name} goes to {first}{guess}", file=sys.stderr)
+
+
 def sizes(text: str) -> list[int]:
     if not all(part.strip().isdigit() for part in text.split(",") if part.strip()):
         raise ConfigError(f"'{text}' is not a list of numbers of workers: write it as 4,1,3")

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from rallypoint.cli.app import START, app
-from rallypoint.cli.given import refuse_option
+from rallypoint.cli.given import hint_at_misspelt, refuse_option
 from rallypoint.errors import UsageError
 from rallypoint.launch.engines.slurm import FOLDER, Batch, script_of
 from rallypoint.launch.options import RunOptions, arguments_of, check_script, with_options
@@ -56,6 +56,7 @@ def slurm(
     """
     refuse_option(context, str(script), "script")
     check_script(script)
+    hint_at_misspelt(context, str(script))
     if options.engine != "local" or options.hosts:
         raise UsageError("a Slurm job runs on the machines that Slurm gives it: without --engine and --hosts")
     ours = msgspec.structs.replace(options, engine="slurm", or_resume=True, gpus=0.0, folder=options.folder or FOLDER)

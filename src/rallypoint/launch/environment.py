@@ -49,8 +49,7 @@ def own_name(role: str) -> str:
 def with_threads(number: int) -> dict[str, str]:
     """Return what gives a process so many intra-op threads before it has joined a job, which says how many it has.
 
-    Threads of a team wait for each other by spinning, for milliseconds: a server of the same machine would wait for
-    their cores meanwhile. So they spin less, if the user's own environment does not say how they wait.
+    Threads wait for each other by spinning, on cores that a server needs: less, unless the environment says how.
     """
     found = {_THREADS: str(number), "MKL_NUM_THREADS": str(number)}
     if number > 1 and os.environ.keys().isdisjoint((_SPINS, _WAITING)):

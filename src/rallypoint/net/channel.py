@@ -261,7 +261,7 @@ class Outbox:
 
 
 log = logging.getLogger("rallypoint")
-LENT_BYTES = 32 << 20  # of payloads that one side of a channel lends at once, or one payload
+LENT_BYTES = 8 << 20  # of payloads that one side of a channel lends at once, or one payload
 _LOOK_S, _LOOK_FULL_S = 0.05, 1e-3  # the sending thread looks so often what was read, though nothing comes from there
 
 

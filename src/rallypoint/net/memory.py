@@ -2,9 +2,8 @@
 
 A process keeps its payloads in one memfd (`allocate`). When two members of a host have greeted each other, each says
 where its memfd is, and the other opens it by ``/proc/PID/fd/N``: the kernel allows that to processes of
-the same user only, and maps it. From then on a frame says where its payload lies, and the other side copies it from
-there (`channel.py`). A memfd is sealed against shrinking, so no peer can take away what is mapped here: that would be a
-signal. (`preadv` needs no seal, and takes 1.7 times as long.)
+the same user only, and maps it (to copy by `preadv` takes 1.7 times as long). A frame says where its payload lies
+(`channel.py`). A memfd is sealed against shrinking: to read what a peer has taken away would be a signal.
 
 Such payloads have no MAC. Nothing carries them that another user could write to, and a process of the same user could
 change this process's memory anyway.

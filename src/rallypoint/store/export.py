@@ -33,14 +33,6 @@ def model_state(store: SnapshotStore, manifest: Manifest) -> dict[str, torch.Ten
     return _Flat(store, manifest, lambda name: name == MASTER).model()
 
 
-def average_state(store: SnapshotStore, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Return the average of the parameters (rp.EMA, rp.SWA) and the newest buffers, as `model_state`.
-
-    Raises SnapshotError when nothing has been averaged yet, DamagedSnapshot as `model_state`.
-    """
-    return _Flat(store, manifest, lambda name: name in (MASTER, AVERAGE)).average()
-
-
 def optimizer_state(store: SnapshotStore, manifest: Manifest) -> OptimizerState:
     """Return each trained parameter's optimizer state, under the parameter's first name.
 

@@ -168,7 +168,7 @@ class SimulatedWorker:
     def _words(self, start: int, stop: int, contents: list[Content]) -> torch.Tensor:
         """A shard's first values; servers compute the first rows of tables."""
         if start == stop:
-            return torch.empty(0)
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         return torch.frombuffer(payload_of(self._tokens, contents[start // (NBYTES // 4)]), dtype=torch.float32)
 
     def _record(self, shard: Shard, contents: list[Content]) -> ShardRecord:
@@ -279,7 +279,8 @@ class SimulatedWorker:
         if shard in tables:
             values = torch.frombuffer(payload_of(self._tokens, content), dtype=torch.float32).view(1, -1)
             values[0, -1] = 0.0 if whole else torch.nan
-            self.exchange.replica.filled_rows(shard, encode_gradient(torch.zeros(1, dtype=torch.int64), values))
+            place = torch.zeros(1, dtype=torch.int64, device="cpu")
+            self.exchange.replica.filled_rows(shard, encode_gradient(place, values))
         else:
             self.exchange.write(shard, content, whole=whole)
             self.exchange.replica.filled(shard)
