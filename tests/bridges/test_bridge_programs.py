@@ -191,6 +191,24 @@ def test_who_waits_in_a_collective_for_a_worker_that_is_gone_ends_with_its_name(
         assert "(this script is ended in 30 s, unless it ends by itself)" in text
 
 
+@pytest.mark.slow
+@pytest.mark.programs
+def test_a_closed_connection_that_comes_before_the_coordinators_word_is_explained_by_it(tmp_path: Path) -> None:
+    killed = Killed(tmp_path, COLLECTIVES)
+    try:
+        killed.until_held()
+        killed.kill("coordinator", signal.SIGSTOP)
+        killed.kill("worker1")
+        (tmp_path / "go").touch()
+        time.sleep(1.0)  # rank 0 is at its next collective by now; the coordinator has not said yet who is gone
+        killed.kill("coordinator", signal.SIGCONT)
+        status, text = killed.go_on()
+    finally:
+        killed.close()
+    assert status == 1, text
+    assert "worker1 is gone, and this script's world is fixed" in text
+
+
 EARLY_END = """
 import torch
 import torch.distributed as dist

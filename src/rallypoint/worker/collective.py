@@ -192,6 +192,11 @@ class SumWorker:
         with self._locked.changed:
             return self._machine.at[CLOCK]
 
+    def broken(self, within_s: float) -> JobAborted | None:
+        """Why no further sum can be made, if that is known within so long."""
+        self._thread.join(within_s)
+        return self._failure if isinstance(self._failure, JobAborted) else None
+
     def close(self) -> None:
         """End the thread. Sums under way fail."""
         with self._locked.changed:
@@ -358,6 +363,7 @@ class PendingSum:
 
 UNDER_WAY_BYTES = 16 << 20
 SHARD_BYTES = 256 << 10  # a quarter of a job's own: the first and the last shard of each sum travel alone
+NAMED_S = 5.0  # a worker whose connections are closed has been named by now, if it is gone
 MOST_ROUNDS = (1 << 31) - 1  # of a shard: sums that it takes part in
 
 
@@ -395,9 +401,15 @@ class Sums:
     def told(self, error: BaseException) -> BaseException:
         """Return what has failed, for an error that the script has got.
 
-        torch raises a sum's error as ``RuntimeError: Unable to cast <the error's sentence> to Tensor``.
+        torch raises a sum's error as ``RuntimeError: Unable to cast <the error's sentence> to Tensor``. In a collective
+        over Gloo a closed connection tells of a worker that is gone, often before the coordinator's word that names it.
         """
-        return self.failed if self.failed is not None and str(self.failed) in str(error) else error
+        if self.failed is not None and str(self.failed) in str(error):
+            return self.failed
+        if not isinstance(error, JobAborted) and "gloo" in str(error) and (gone := self.reducer.broken(NAMED_S)):
+            gone.__cause__ = error
+            return gone
+        return error
 
     def finish(self) -> None:
         """End the job when all workers call this. Raises JobAborted, and fails the job, when one of them is gone."""
