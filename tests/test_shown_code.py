@@ -25,7 +25,8 @@ FEWER = {  # what is shown, and the number of steps in it
     "gan.py": ("default=500", f"default={STEPS}"), "reinforce.py": ("default=60", f"default={STEPS}"),
     "evolution.py": (" = 200, 8,", f" = {STEPS}, 8,"),
 }  # fmt: skip
-# Runs the code, which waits for the gate at each step. Torch has two threads, as it has by itself on two cores.
+# Runs the code, which waits for the gate at each step. As with OMP_NUM_THREADS=1, which the README says:
+# on some processors (AMD's) torch rounds differently with two threads.
 SCRIPT = """
 import os, runpy, sys, time
 from pathlib import Path
@@ -33,7 +34,7 @@ import torch
 from rallypoint.worker.keys import KeyStore
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.tensors import weights_hash
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 gate, code = Path(sys.argv[1]), sys.argv[2]
 enter, due = Micro.__enter__, KeyStore.due
 def wait(step):
