@@ -79,7 +79,7 @@ def left_by(name: str, watched: dict[str, str]) -> set[str]:
     return {thread for thread in names if thread != "lifeline" and not thread.startswith("link to ")}
 
 
-@pytest.mark.some("free-0")
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [0, 3])
 @pytest.mark.parametrize("how", ["held", "free"])
 def test_a_role_ends_with_its_status_also_when_a_thread_that_it_has_given_up_is_inside_of_torch(

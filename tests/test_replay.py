@@ -67,6 +67,7 @@ def test_the_command_says_what_is_no_recording(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_field_failure_becomes_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server with a defect is recorded; once it is mended, the replay shows where it answers in another way."""
     monkeypatch.setenv("RALLYPOINT_RECORD", str(tmp_path))

@@ -45,6 +45,7 @@ def _what_it_holds_is_kept(self: ServerMachine, view: View, *, restore: bool) ->
     return [*lost, *(e for shard in own for e in self._assign(shard, view)), *self._share(view), *restore_others]
 
 
+@pytest.mark.some("published*")
 @pytest.mark.parametrize(("word", "first", "owner", "name", "bug", "said"), [
     ("sync", 0, ShardEffects, "_apply", _published_before_the_ack, r"publishes version .* while its backup"),
     ("uneven:async", 60, LinkTable, "to_end", _links_that_stay, r"accepts version .* in view [\d.]+ it is \w+'s"),
@@ -68,6 +69,7 @@ def _failure(plan: Plan, *, checked: bool) -> str:
     return ""
 
 
+@pytest.mark.some("Sync*")
 @pytest.mark.parametrize("policy", [Sync(), Async(), AllReduce()], ids=repr)
 def test_a_run_is_the_same_with_and_without_its_log(policy: Played) -> None:
     checked, unchecked = (Simulation(make_plan(17, policy), checked=checked) for checked in (True, False))

@@ -30,7 +30,7 @@ def _isolated(seed: int, seconds: float, policy: Played = _SYNC) -> Simulation:
     return Simulation(Plan(seed, job, terms, plan.workers, plan.servers, faults))
 
 
-@pytest.mark.some("10.0-sync")
+@pytest.mark.some("1.6-sync")
 @pytest.mark.parametrize("policy", [Sync(), Async()], ids=word_for)
 @pytest.mark.parametrize("seconds", [1.6, 4.0, 10.0])
 def test_an_isolated_coordinator_costs_no_step_and_no_member(seconds: float, policy: Played) -> None:

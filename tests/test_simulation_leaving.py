@@ -47,7 +47,7 @@ def test_servers_that_are_told_to_go_hand_their_shards_over_and_end(policy: Mode
         assert not any("going back" in said for said in result.outcome.said), f"seed {seed}: {result.outcome.said}"
 
 
-@pytest.mark.some("ssp:1")
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=word_for)
 def test_workers_and_servers_come_and_go_by_order_whatever_fails(policy: Mode) -> None:
     sizes = {line.split(" ", 1)[1] for seed in RESIZED for line in simulate(seed, policy).events if "Resize(" in line}
@@ -148,6 +148,7 @@ def _never_carried(*about: Any) -> set[int]:
     return set()
 
 
+@pytest.mark.some("fill")
 @pytest.mark.parametrize(("owner", "name", "bug"), [
     (Copies, "fill", _always_in_place),
     (view_sequence, "carried", _never_carried),

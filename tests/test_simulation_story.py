@@ -27,6 +27,7 @@ def _first_failing(seeds: range) -> Plan:
     raise AssertionError("found in none")
 
 
+@pytest.mark.slow
 def test_the_story_of_a_planted_defect_names_the_fault_that_caused_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A roll-back needs a server's or everybody's death; nothing else matters here."""
     monkeypatch.setattr(Views, "counts", _of_any_generation)

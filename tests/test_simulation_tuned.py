@@ -60,6 +60,7 @@ def test_many_jobs_that_are_tuned(seed: int, quick: list[Tuned], monkeypatch: py
     play(seed, monkeypatch)
 
 
+@pytest.mark.slow
 def test_trials_of_each_knob_begin_in_the_middle_of_jobs_and_some_end_with_their_coordinator(
     quick: list[Tuned], monkeypatch: pytest.MonkeyPatch
 ) -> None:

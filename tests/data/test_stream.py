@@ -156,6 +156,7 @@ def test_micro_batches_go_to_processes_that_are_started_anew() -> None:
     assert default_collate([8.0]).dtype == batches.load(1, 0, 0).dtype
 
 
+@pytest.mark.slow
 def test_a_forked_process_opens_the_stream_itself(tmp_path: Path) -> None:
     """An inherited file has one place for both processes."""
     file = tmp_path / "numbers"

@@ -37,7 +37,7 @@ def test_every_feature_gives_the_bytes_of_plain_pytorch(case: str) -> None:
         assert cluster.run(train_stepping_on_worker, case) == [_reference_hash(case)] * 2
 
 
-@pytest.mark.some("resnet")
+@pytest.mark.some("gpt")
 @pytest.mark.parametrize("case", ["gpt", "resnet"])
 def test_that_is_what_sync_comes_to(case: str) -> None:
     assert _reference_hash(case) == reference_hash(case)

@@ -46,7 +46,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "GREETING_TIMEOUT_S", 2.0)
 
 
-@pytest.mark.some("local", "sync")
+@pytest.mark.some("sync")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_strangers_and_servers_that_lie_change_nothing(policy: str, campaign_of: Callable[[str], Campaign]) -> None:
     """Nobody fails or hangs, and a job whose bytes do not depend on timing ends with the undisturbed ones."""

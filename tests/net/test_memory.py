@@ -355,6 +355,7 @@ print("both well")
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_memory_of_its_own_and_takes_none_away() -> None:
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout == "both well\n", done.stderr

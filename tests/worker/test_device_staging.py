@@ -283,6 +283,7 @@ def _train(model: torch.nn.Module, stop: int, settings: dict[str, Any]) -> None:
                 run.stop()
 
 
+@pytest.mark.some("{}", "*hold*accumulate*", "*codec*", "*LocalSteps*")
 @pytest.mark.parametrize("settings", [
     {}, {"clip": 1.0}, {"accumulate": 4, "batch": 8}, {"nonfinite": "skip"}, HELD,
     {**HELD, "accumulate": 4, "batch": 8}, {**HELD, "stop": 3}, {"codec": Bf16(), "down": Bf16(), "clip": 0.1},

@@ -57,6 +57,7 @@ def test_in_one_box_a_step_of_less_than_a_second_does_not_wait_for_the_servers_p
     assert not verdict.ours  # with nobody to add up with, DDP costs nothing
 
 
+@pytest.mark.some("4-1-*", "1-1-*")
 @pytest.mark.parametrize(
     ("gpus", "per_host", "gbit"), [(1, 1, 10), (8, 8, 10), (4, 1, 10), (4, 1, 1), (4, 1, 100), (32, 8, 100)]
 )
@@ -93,6 +94,7 @@ def test_where_only_servers_can_step_nothing_is_said_of_workers() -> None:
     assert {one.advice for one in rounds} == {""}
 
 
+@pytest.mark.some("1-4-*")
 @pytest.mark.parametrize(("gpus", "servers", "mode"), [(1, 1, WORKERS), (1, 4, WORKERS), (8, 4, "(--ranks 8)")])
 def test_from_the_time_on_that_the_start_names_plan_says_so_too(gpus: int, servers: int, mode: str) -> None:
     says = advice_at_start(K, gpus, 1, servers).says
