@@ -407,7 +407,7 @@ class BadDisk:
 
 @pytest.mark.parametrize(
     ("of", "what"),
-    [(".shards", "cat_file"), (".shards", "info"), ("manifest.json", "cat_file"), ("latest", "cat_file")],
+    [(".shards", "cat_file"), (".shards", "info"), ("manifest.json", "cat_file"), ("manifest.json", "info"), ("latest", "cat_file")],
 )
 def test_a_read_error_that_goes_away_costs_no_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, what: str
@@ -420,6 +420,34 @@ def test_a_read_error_that_goes_away_costs_no_snapshot(
     assert disk.reads > 2
     assert found is not None
     assert found.id == newest.id
+
+
+def test_what_cannot_be_looked_at_is_not_taken_for_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's folders: a job that finds no snapshot would begin with the first weights."""
+    store = SnapshotStore(str(tmp_path))
+    take(store, 1)
+    info = LocalFileSystem.info
+
+    def refuse(fs: LocalFileSystem, path: str, **options: Any) -> Any:
+        if path.endswith("manifest.json"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return info(fs, path, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "info", refuse)
+    with pytest.raises(SnapshotError, match="manifest.json cannot be read: Permission denied"):
+        store.latest_usable(silent)
+
+
+def test_a_snapshot_whose_manifest_cannot_be_read_now_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SnapshotStore(str(tmp_path))
+    for version in (10, 20, 30):
+        take(store, version)
+    with monkeypatch.context() as failing:
+        BadDisk(failing, errors=float("inf"), of="-00000010-1/manifest.json")
+        store.retain(Retention(keep_last=1))
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-00000010-1", "step-00000030-1"]
 
 
 def test_a_read_error_that_stays_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,12 @@ class Files:
         return int(self._fs.info(self._full(path))["size"])
 
     def exists(self, path: str) -> bool:
-        return bool(self._fs.exists(self._full(path)))
+        """Return whether it is there. (fsspec's own `exists` says False of what a failing disk cannot tell.)"""
+        try:
+            self._fs.info(self._full(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def names(self, folder: str = "") -> list[str]:
         """Return the names of the files and folders directly in `folder`; none when it does not exist."""

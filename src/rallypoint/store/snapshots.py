@@ -350,9 +350,10 @@ class SnapshotStore:
 
     def _latest(self, say: Callable[[str], None]) -> str | None:
         with self._reading("", _LATEST):
-            if not self._files.exists(_LATEST):
+            try:
+                data = read_again(lambda: self._files.get(_LATEST, 0, 200))  # a name and a checksum
+            except FileNotFoundError:
                 return None
-            data = read_again(lambda: self._files.get(_LATEST, 0, 200))  # a name and a checksum
         name = data.partition(b"\n")[0].decode("ascii", "replace")
         if age(name) is not None and data == latest_text(name):
             return name
@@ -362,16 +363,15 @@ class SnapshotStore:
     def _survey(self) -> tuple[list[Manifest], list[str]]:
         """Return the committed snapshots and the folders of other attempts, both oldest first.
 
-        Leaves out what cannot be read now or has another format, so nobody deletes it.
+        Leaves out what is damaged, cannot be read now or has another format, so nobody deletes it.
         """
         committed, attempts = [], []
         for snapshot_id in self._folders():
-            try:
-                committed.append(self.load(snapshot_id))
-            except DamagedSnapshot:
-                attempts.append(snapshot_id)
-            except SnapshotError:
-                continue
+            with contextlib.suppress(SnapshotError):
+                if self._is_committed(snapshot_id):
+                    committed.append(self.load(snapshot_id))
+                else:
+                    attempts.append(snapshot_id)
         return committed, attempts
 
     def _folders(self) -> list[str]:
@@ -379,8 +379,12 @@ class SnapshotStore:
             return sorted((name for name in self._files.names() if age(name) is not None), key=order)
 
     def _is_committed(self, snapshot_id: str) -> bool:
-        with self._reading(snapshot_id, _MANIFEST):
-            return self._files.exists(f"{snapshot_id}/{_MANIFEST}")
+        """Whether it has a manifest. Of one that the disk cannot read, `load` says so."""
+        try:
+            with self._reading(snapshot_id, _MANIFEST):
+                return read_again(lambda: self._files.exists(f"{snapshot_id}/{_MANIFEST}"))
+        except DamagedSnapshot:
+            return True
 
     # Bytes
 
