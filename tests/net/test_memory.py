@@ -21,7 +21,7 @@ from rallypoint.net import memory
 from rallypoint.net.channel import LENT_BYTES, Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import dialers_keys, expand, token_keys
-from rallypoint.net.memory import Arena, HostLender
+from rallypoint.net.memory import LEAST_BYTES, Arena, HostLender
 from rallypoint.net.pool import BufferPool, bytes_of, words_of_memory
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Transport
@@ -317,6 +317,15 @@ def test_memory_goes_back_to_the_system_and_its_place_is_not_used_again() -> Non
         assert arena.find(memoryview(bytearray(4096))) is None
     finally:
         os.close(arena.fd)
+
+
+def test_the_system_joins_the_mappings_of_an_arena() -> None:
+    """It allows a process 65,530 of them: two buffers for each MiB of a large model would be all."""
+    arena = Arena()
+    kept = [arena.allocate(LEAST_BYTES) for _ in range(200)]
+    with open("/proc/self/maps") as maps:
+        assert sum(arena.name in line for line in maps) < 20
+    assert all(arena.find(memoryview(memory).cast("B")) is not None for memory in kept)
 
 
 def test_a_tensor_keeps_its_memory_though_its_buffer_is_gone() -> None:

@@ -110,6 +110,8 @@ class Opener:
         header = unpack(sealed[:HEADER_BYTES])
         self._kind, self._mac = header.kind, bytes(sealed[HEADER_BYTES:-TAG_BYTES])
         self.lent = _LENT.unpack(self._mac)[0] if sealed[_FLAGS_AT] & LENT else None
+        if self.lent is not None and not header.length:
+            raise ProtocolError(f"{self._peer} lends a payload of no bytes")
         return header
 
     def verify(self, payload: memoryview) -> None:

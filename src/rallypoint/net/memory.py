@@ -36,6 +36,7 @@ LEAST_BYTES = 128 << 10  # less is ordinary memory
 _PAGE = mmap.PAGESIZE
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _FAILED = ctypes.c_void_p(-1).value
+_ROOM, _NORESERVE = 16 << 30, 0x4000  # bytes of addresses; MAP_NORESERVE
 
 
 class _Region(NamedTuple):
@@ -49,7 +50,7 @@ class _Region(NamedTuple):
 class Arena:
     """One memfd, and what of it is mapped here. Thread-safe.
 
-    Each piece of memory is a mapping of its own, and its pages go back to the system with it. Places in the file are
+    Each piece of memory is mapped by itself, and its pages go back to the system with it. Places in the file are
     never used twice, so a reader that comes too late finds zeros and no other payload.
     """
 
@@ -66,6 +67,7 @@ class Arena:
         self._libc.fallocate.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong
         self._lock = threading.Lock()
         self._size = 0
+        self._next = self._room()
         self._regions: list[_Region] = []
         self._freed: deque[_Region] = deque()  # not yet taken off the list; a collector may free in any thread
         self._pid = os.getpid()
@@ -85,7 +87,8 @@ class Arena:
             at, size = self._size, self._size + length
             os.ftruncate(self.fd, size)
             self._size = size
-        start = self.map(self.fd, length, mmap.PROT_READ | mmap.PROT_WRITE, at)
+            start = self.map(self.fd, length, mmap.PROT_READ | mmap.PROT_WRITE, at, self._next)
+            self._next = start + length if start == self._next else self._room()
         memory = (ctypes.c_char * nbytes).from_address(start)
         region = _Region(start, length, at)
         weakref.finalize(memory, self._free, region).atexit = False
@@ -94,9 +97,17 @@ class Arena:
             insort(self._regions, region)
         return memory
 
-    def map(self, fd: int, nbytes: int, protection: int, at: int = 0) -> int:
-        """Map `nbytes` of a file, shared, and return their address. OSError if that cannot be."""
-        start: int = self._libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, at)
+    def _room(self) -> int | None:
+        """Where the next pieces may follow each other: the system joins such mappings, of which it allows 65,530."""
+        start: int = self._libc.mmap(None, _ROOM, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1, 0)
+        if start == _FAILED:
+            return None
+        self.unmap(start, _ROOM)
+        return start
+
+    def map(self, fd: int, nbytes: int, protection: int, at: int = 0, near: int | None = None) -> int:
+        """Map `nbytes` of a file, shared, if possible at `near`. Return their address. OSError if that cannot be."""
+        start: int = self._libc.mmap(near, nbytes, protection, mmap.MAP_SHARED, fd, at)
         if start == _FAILED:
             raise OSError(ctypes.get_errno(), "no shared memory can be mapped")
         return start
