@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from rallypoint.testing.reference import train_reference
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.locked import LockedShell
 from rallypoint.worker.exchange.pushes import ForwardVersion
+from rallypoint.worker.loop import micro
 from rallypoint.worker.loop.micro import EarlyForward
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
@@ -406,6 +408,21 @@ def test_what_a_forward_pass_does_unseen_is_found_and_from_then_on_all_are_waite
     assert hold.began == began
     (said,) = hold.said
     assert re.search(why, said)
+
+
+def test_views_are_looked_for_once_however_many_parameters_a_graph_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set may be a million objects."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(20)))
+    placed = [SimpleNamespace(entry=SimpleNamespace(spec=SimpleNamespace(name=name)), tensor=parameter)
+              for name, parameter in model.named_parameters()]  # fmt: skip
+    parts = cast(Any, SimpleNamespace(model=model, tensors=SimpleNamespace(parameters=placed)))
+    loss = model(torch.ones(2, 6)).sum()
+    looks = list[int]()
+    monkeypatch.setattr(micro.gc, "get_objects", lambda: looks.append(1) or [loss, *model.parameters()])
+    assert micro._read_unseen(parts, first=False) == ""
+    assert len(looks) == 1
+    monkeypatch.setattr(micro.gc, "get_objects", lambda: [loss, model[3].weight[0]])
+    assert "parameter 3.weight shares its memory" in micro._read_unseen(parts, first=False)
 
 
 class TwoHeads(nn.Module):

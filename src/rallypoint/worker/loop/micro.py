@@ -370,20 +370,24 @@ def _read_unseen(parts: Parts, *, first: bool) -> str:
         if isinstance(module, torch.jit.ScriptModule):
             return f"module {name or type(module).__name__} is TorchScript, which reads its parameters unseen"
     alone = _users(torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu")))
+    shared = {}
     for placed in parts.tensors.parameters:
         name, tensor = placed.entry.spec.name, placed.tensor
         if type(tensor) is not torch.nn.Parameter:
             return f"parameter {name} is a {type(tensor).__qualname__}"
-        if _users(tensor) > alone and (first or _has_views(tensor)):
-            return f"parameter {name} shares its memory with another tensor, which a variable or a module keeps"
+        if _users(tensor) > alone:
+            shared[_memory(tensor)] = name, tensor
+    if shared and (name := next(iter(shared.values()))[0] if first else _seen_by_python(shared)):
+        return f"parameter {name} shares its memory with another tensor, which a variable or a module keeps"
     return ""
 
 
-def _has_views(tensor: torch.Tensor) -> bool:
-    """True if Python code has another tensor in this one's memory. A graph's tensors are seen by no Python code."""
-    memory = _memory(tensor)
-    others = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one is not tensor)
-    return any(_memory(one) == memory for one in others)
+def _seen_by_python(shared: Mapping[int, tuple[str, torch.Tensor]]) -> str:
+    """The first of these parameters, by memory, of which Python code has a view: "" if only graphs have."""
+    for one in gc.get_objects():  # once for all of them: a data set may be a million objects
+        if issubclass(type(one), torch.Tensor) and (found := shared.get(_memory(one))) and one is not found[1]:
+            return found[0]
+    return ""
 
 
 def _memory(tensor: torch.Tensor) -> int:
