@@ -79,8 +79,8 @@ def _broken(over: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[BaseExcep
     before = set(threading.enumerate())
     error = JobAborted("worker1 is gone")
     joining._end_who_waits(cast(Sums, SimpleNamespace(fail=failed.append)), event, error)
-    for thread in set(threading.enumerate()) - before:
-        thread.join()
+    waiting = {"__name__": "torch.distributed.distributed_c10d", "threads": set(threading.enumerate()) - before}
+    exec("for thread in threads: thread.join()", waiting)
     return failed, statuses
 
 
@@ -91,6 +91,18 @@ def test_a_script_that_waits_without_a_sum_is_ended_once_none_can_be_made(
     assert [str(error) for error in failed] == ["worker1 is gone"]
     assert statuses == [1]
     assert "worker1 is gone (this script is ended in" in capsys.readouterr().err
+
+
+def test_a_script_that_does_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has heard of the error, and saves what it has."""
+    looks = list[float]()
+    over = SimpleNamespace(wait=lambda seconds: looks.append(seconds) or len(looks) > 5)
+    monkeypatch.setattr(joining.os, "_exit", pytest.fail)
+    before = set(threading.enumerate())
+    joining._end_who_waits(cast(Sums, None), cast(threading.Event, over), JobAborted("worker1 is gone"))
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert len(looks) == 6
 
 
 def test_a_script_that_ends_by_itself_is_left_alone(

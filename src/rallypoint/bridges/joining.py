@@ -142,19 +142,30 @@ def _end_who_waits(made: Sums, over: threading.Event, error: JobAborted) -> None
     """No sum can be made any more: end this process, unless its script ends by itself (`over` is set).
 
     A script hears of it at its next sum. But one that waits in a collective over Gloo for a worker that is paused, or
-    cut off, asks for none, and nothing wakes it: Gloo waits half an hour.
+    cut off, asks for none, and nothing wakes it: Gloo waits half an hour. A script that does something else, such as to
+    save what it has, is left alone.
     """
 
     def wait() -> None:
         if over.wait(_NOTICED_S):
             return
         sentence = printable_lines(str(error))
-        print(f"{sentence} (this script is ended in {_BROKEN_S:.0f} s, unless it ends by itself)", file=sys.stderr)
-        if not over.wait(_BROKEN_S):
+        say(f"{sentence} (this script is ended in {_BROKEN_S:.0f} s, unless it ends by itself)", error=True)
+        while not (ended := over.wait(_BROKEN_S)) and not _in_collective():
+            pass
+        if not ended:
             made.fail(error)
             os._exit(1)
 
     threading.Thread(target=wait, name="sums-broken", daemon=True).start()
+
+
+def _in_collective() -> bool:
+    """Whether the main thread is inside of torch.distributed."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _end_with_the_script(made: Sums) -> None:

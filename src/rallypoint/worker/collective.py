@@ -139,8 +139,7 @@ class SumWorker:
         asked, made: how many sums were asked for, and how many are here. (The last one, with which the job ends, is
             none of them.)
         nbytes: the size of those that were asked for.
-        when_broken: called with the error when no further sum can be made, and none was under way that could raise it;
-            on the thread of the sums.
+        when_broken: called with the error when no further sum can be made; on the thread of the sums.
 
     Raises JobAborted, from then on and of every sum under way, when a worker is gone, when a sum is asked for after
     another worker's script has ended, or when servers have lost sums: the world is fixed, so nothing can go on.
@@ -234,7 +233,7 @@ class SumWorker:
             self._queues.by_shard.clear()
         for asked in left.values():
             asked.done(failure)
-        if self.when_broken is not None and not left and isinstance(failure, JobAborted):
+        if self.when_broken is not None and isinstance(failure, JobAborted):
             self.when_broken(failure)
 
     def _go_on(self) -> bool:
@@ -404,7 +403,7 @@ class Sums:
         torch raises a sum's error as ``RuntimeError: Unable to cast <the error's sentence> to Tensor``. In a collective
         over Gloo a closed connection tells of a worker that is gone, often before the coordinator's word that names it.
         """
-        if self.failed is not None and str(self.failed) in str(error):
+        if self.failed is not None and (said := str(self.failed)) and said in str(error):
             return self.failed
         if not isinstance(error, JobAborted) and "gloo" in str(error) and (gone := self.reducer.broken(NAMED_S)):
             gone.__cause__ = error
