@@ -33,6 +33,7 @@ from rallypoint.core.protocol import Say
 from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch import folder as folders
 from rallypoint.launch import run
+from rallypoint.launch.commands.resume import going_on_or_anew
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines import supervision
 from rallypoint.launch.folder import (
@@ -400,6 +401,20 @@ def test_an_interrupted_run_is_not_resumed_by_accident(tmp_path: Path, monkeypat
     resume = f"holds an interrupted run: go on with `rallypoint resume {tmp_path}`, or --overwrite"
     with pytest.raises(UsageError, match=resume):
         refuse_an_old_run(tmp_path, "somewhere")
+
+
+def test_a_run_whose_snapshots_cannot_be_used_now_does_not_begin_anew(tmp_path: Path) -> None:
+    """Clearing its folder deletes them: a disk that fails for a moment would cost the run."""
+    place = tmp_path / "snapshots"
+    old_run(tmp_path, None, snapshots=str(place))
+    snapshot(SnapshotStore(str(place)), 20)
+    for file in place.glob("*/*.shards"):
+        file.write_bytes(b"")
+    plan = msgspec.structs.replace(read_plan(tmp_path), folder=str(tmp_path))
+    said: list[str] = []
+    with pytest.raises(UsageError, match="has no usable snapshot"):
+        going_on_or_anew(plan, said.append)
+    assert "step-00000020-1 is damaged" in said[0]
 
 
 def test_a_run_that_failed_is_named_so(tmp_path: Path) -> None:

@@ -113,6 +113,26 @@ def test_the_parts_of_a_snapshot_that_was_given_up_are_forgotten(keeper: Keeper)
     assert keeper.find() == SnapshotFound("")
 
 
+def test_what_attempts_have_stored_makes_room_for_the_next_one(keeper: Keeper) -> None:
+    """On a full disk none would ever fit again."""
+    keeper.commit(keeper.store(2), 2)
+    keeper.store(3)  # and no word of the other parts: the disk of another server is full
+    keeper.store(4)
+    assert keeper.find() == SnapshotFound(snapshot_id(2, 1), 2)  # (what was asked for before is done)
+    assert sorted(path.name for path in Path(keeper.url).glob("step*")) == [snapshot_id(2, 1), snapshot_id(4, 1)]
+
+
+def test_late_metrics_belong_to_the_newest_attempt_at_their_version(tmp_path: Path) -> None:
+    """The older one is of a course that was given up."""
+    store = SnapshotStore(str(tmp_path))
+    take(store, 20, 1)
+    take(store, 20, 10001)
+    keeper = Keeper(tmp_path)
+    keeper.keeper.do(AddFigures(20, {"loss": 0.5}, 20))
+    end_threads(keeper.keeper.stop())
+    assert [manifest.metrics for manifest in store.manifests()] == [{}, {"loss": 0.5}]
+
+
 def test_a_snapshot_that_lacks_a_part_is_not_committed(keeper: Keeper) -> None:
     name = snapshot_id(3, 1)
     keeper.keeper.do(BeginSnapshot(name))

@@ -66,6 +66,18 @@ def test_after_an_older_one_was_named_it_is_the_newest_until_there_is_another(ab
     assert names(about) == ["step-00000020-10002", "step-00000040-20001"], "nothing is deleted"
 
 
+def test_a_damaged_one_that_was_named_does_not_become_the_newest(about: JoinInfo) -> None:
+    file = Path(about.snapshots) / "step-00000020-10002" / "server0-0.shards"
+    damaged = bytearray(file.read_bytes())
+    damaged[5] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(DamagedSnapshot, match="is not what was written"):
+        start_of("step-00000020-10002", about, "")
+    newest, _ = start_of("latest", about, "")
+    assert newest is not None
+    assert newest.version == 40
+
+
 def test_another_jobs_snapshot_is_read_where_it_is(
     about: JoinInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

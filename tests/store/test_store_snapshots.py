@@ -407,7 +407,10 @@ class BadDisk:
 
 @pytest.mark.parametrize(
     ("of", "what"),
-    [(".shards", "cat_file"), (".shards", "info"), ("manifest.json", "cat_file"), ("manifest.json", "info"), ("latest", "cat_file")],
+    [
+        (".shards", "cat_file"), (".shards", "info"), ("manifest.json", "cat_file"), ("manifest.json", "info"),
+        ("latest", "cat_file"),
+    ],
 )
 def test_a_read_error_that_goes_away_costs_no_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, what: str
@@ -434,7 +437,7 @@ def test_what_cannot_be_looked_at_is_not_taken_for_missing(tmp_path: Path, monke
         return info(fs, path, **options)
 
     monkeypatch.setattr(LocalFileSystem, "info", refuse)
-    with pytest.raises(SnapshotError, match="manifest.json cannot be read: Permission denied"):
+    with pytest.raises(SnapshotError, match=r"manifest\.json cannot be read: Permission denied"):
         store.latest_usable(silent)
 
 

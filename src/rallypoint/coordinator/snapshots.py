@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -57,6 +58,7 @@ class SnapshotKeeper:
         match act:
             case BeginSnapshot(snapshot=snapshot):
                 self._parts = {snapshot: _Parts()}  # drop the parts of earlier snapshots
+                self._tasks.put(("the deletion of attempts", lambda: self._give_up(snapshot)))
             case AddPart(part=part, writer=writer):
                 self._add(part, writer)
             case CommitSnapshot():
@@ -127,6 +129,10 @@ class SnapshotKeeper:
         except Exception as error:
             self._put(inbox.SentenceSaid(f"old snapshots could not be deleted: {sentence_of(error)}"))
 
+    def _give_up(self, before: str) -> None:
+        with contextlib.suppress(Exception):  # the disk may be full, and takes no snapshot until somebody makes room
+            self._store.give_up(before)
+
     def _unseen(self, manifest: Manifest) -> list[str]:
         """The snapshot's files that the coordinator does not see, after it has looked for some seconds."""
         for pause in _LOOK_AGAIN_S:
@@ -158,7 +164,7 @@ class SnapshotKeeper:
 
     def _of_version(self, version: int) -> Manifest | None:
         found = self._store.manifests() if version >= 0 else []
-        return next((manifest for manifest in found if manifest.version == version), None)
+        return next((manifest for manifest in reversed(found) if manifest.version == version), None)
 
     def _find(self) -> None:
         say = lambda text: self._put(inbox.SentenceSaid(text))  # noqa: E731

@@ -195,7 +195,7 @@ def refuse_unwritable_snapshots(snapshots: str) -> None:
 
 def refuse_used_snapshots(snapshots: str) -> None:
     """Raise UsageError when another run's snapshots are there: a new run's retention would delete them."""
-    if snapshots and SnapshotStore(snapshots).holds_any():
+    if has_snapshot(snapshots):
         raise UsageError(f"{snapshots} holds snapshots of another run: choose another --snapshots, or delete them")
 
 
@@ -234,8 +234,8 @@ def _of_steps(state: ClusterState | None, before: str = "of") -> str:
 
 
 def has_snapshot(snapshots: str) -> bool:
-    """True if there is a usable snapshot to continue from."""
-    return bool(snapshots) and SnapshotStore(snapshots).latest_usable(lambda text: None) is not None
+    """True if there is a snapshot, usable or not: one that cannot be read now is no reason to begin anew."""
+    return bool(snapshots) and SnapshotStore(snapshots).holds_any()
 
 
 def _holds_a_run(folder: Path) -> bool:

@@ -246,7 +246,11 @@ class SnapshotStore:
 
     def manifests(self) -> list[Manifest]:
         """Return all committed snapshots whose manifest can be read, oldest first."""
-        return self._survey()[0]
+        found = []
+        for snapshot_id in self._folders():
+            with contextlib.suppress(SnapshotError):  # no manifest, a damaged one, or one of another format
+                found.append(self.load(snapshot_id))
+        return found
 
     def load(self, snapshot_id: str) -> Manifest:
         """Return the manifest of a committed snapshot.
@@ -317,18 +321,23 @@ class SnapshotStore:
         The newest usable snapshot is always kept: the newest one whose files have their sizes. Raises SnapshotFailed
         when something cannot be deleted.
         """
-        committed, attempts = self._survey()
+        committed = self.manifests()
         by_id = {manifest.id: manifest for manifest in committed}
         newest = [by_id[name] for name in newest_first(by_id, self._latest(lambda _: None))]
         kept = wanted(newest, retention) | set(keep) | {found.id for found in committed if versions(found.version)}
         unwanted = [manifest.id for manifest in committed if manifest.id not in kept]
         if unwanted:
             self._delete_but_the_newest_usable(unwanted, newest)
-        for snapshot_id in attempts:
-            if newest and order(snapshot_id) < order(newest[0].id) and snapshot_id not in keep:
-                self.discard(snapshot_id)
+        if newest:
+            self.give_up(newest[0].id, keep)
         with self._deleting():
             self._files.sweep(_LATEST)
+
+    def give_up(self, before: str, keep: Collection[str] = ()) -> None:
+        """Delete attempts at snapshots before this one: they take room that it may need. Raises SnapshotFailed."""
+        for snapshot_id in self._folders():
+            if order(snapshot_id) < order(before) and snapshot_id not in keep and not self._is_committed(snapshot_id):
+                self.discard(snapshot_id)
 
     def _delete_but_the_newest_usable(self, unwanted: list[str], newest: list[Manifest]) -> None:
         usable = next((manifest.id for manifest in newest if not self.unseen(manifest)), None)
@@ -359,20 +368,6 @@ class SnapshotStore:
             return name
         say(f"{self._files.where(_LATEST)} is damaged; using the snapshot with the highest version")
         return None
-
-    def _survey(self) -> tuple[list[Manifest], list[str]]:
-        """Return the committed snapshots and the folders of other attempts, both oldest first.
-
-        Leaves out what is damaged, cannot be read now or has another format, so nobody deletes it.
-        """
-        committed, attempts = [], []
-        for snapshot_id in self._folders():
-            with contextlib.suppress(SnapshotError):
-                if self._is_committed(snapshot_id):
-                    committed.append(self.load(snapshot_id))
-                else:
-                    attempts.append(snapshot_id)
-        return committed, attempts
 
     def _folders(self) -> list[str]:
         with self._reading("", ""):

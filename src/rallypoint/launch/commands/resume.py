@@ -66,6 +66,7 @@ def start_of(resume: str, about: JoinInfo, command: str) -> tuple[Resumed | None
     if manifest is None:
         return None, []
     if not is_elsewhere and order(manifest.id) < max((order(known.id) for known in own), default=(0, 0)):
+        store.verify(manifest)
         store.commit(manifest)  # from now on it is the newest one: later ones are of a course that is given up
     snapshot = f"{place}/{manifest.id}" if is_elsewhere else manifest.id
     record, changes = changed_record(manifest.job, about.overrides, manifest.version)
