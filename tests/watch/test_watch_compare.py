@@ -60,6 +60,16 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="name the folder of a run"), compared({"a": tmp_path}, {}):
         pass
     one = run(tmp_path / "a", 3)
-    for options, why in (([], "named twice"), (["--terminal"], "--terminal is for one run")):
+    for options, why in (([], "named twice"), (["--buttons"], "--buttons is for one run")):
         result = CliRunner().invoke(cli.app, ["watch", str(one), str(one), *options])
         assert why in str(result.exception)
+
+
+def test_two_runs_are_compared_in_the_terminal_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over ssh there is no browser. The learning rate is in the scripts, and the members have agreed on it."""
+    monkeypatch.setattr("rallypoint.cli.watching.resolved_of", lambda run: {"optimizer.lr": f"0.{ord(run.name)}"})
+    runs = [str(run(tmp_path / name, last)) for name, last in (("a", 3), ("b", 5))]
+    result = CliRunner().invoke(cli.app, ["watch", *runs, "--terminal"])
+    assert result.exit_code == 0, result.output
+    for said in ("optimizer.lr  0.97  0.98", "a  finished  step 3", "b  finished  step 5", "loss of a", "loss of b"):
+        assert said in result.output

@@ -103,7 +103,7 @@ def test_what_a_stall_was_lost_to_is_counted() -> None:
     job.take(StepDone(20, 1.0, 8), 29.0, 29.0)
     told = values(job.read())
     assert told["rallypoint_stalls"] == 1
-    assert told["rallypoint_lost_seconds loss"] == pytest.approx(9.0, abs=0.1)
+    assert told["rallypoint_lost_seconds members gone"] == pytest.approx(9.0, abs=0.1)
     assert told["rallypoint_goodput_ratio"] == pytest.approx(20 / 29, abs=0.01)
 
 

@@ -175,6 +175,18 @@ def test_a_wait_is_the_cause_of_the_stall_that_it_is_in() -> None:
     assert list(run.times.lost) == ["waiting"]
 
 
+def test_a_stall_that_no_sentence_explains_is_named_by_the_members() -> None:
+    for before, cause in [
+        ([], "slow steps"), ([members("worker0")], "members gone"),
+        ([members("worker0"), *steps(20, 21)], "fewer workers"),
+        ([msgspec.structs.replace(members(), view="1.2")], "new view"),
+        ([msgspec.structs.replace(members(), exposed=0)], "new backup"),
+    ]:  # fmt: skip
+        run = run_of(PLAN, msgspec.structs.replace(members(), exposed=1), *steps(0, 20), *before)
+        run.take(StepDone(21, 1.0, 8), 60.0)
+        assert list(run.times.lost) == [cause]
+
+
 def test_the_slowest_workers_are_known_until_they_leave() -> None:
     run = run_of(PLAN, members(), Applied(0, 2, 1.0, {"worker0": 0.0, "worker1": 0.5}))
     assert run.late == {"worker0": 0.0, "worker1": 0.5}

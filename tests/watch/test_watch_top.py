@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,13 @@ from rallypoint.core.protocol import (
     ScriptAt,
     Snapshotted,
     StepDone,
+    Waiting,
 )
 from rallypoint.errors import UsageError
 from rallypoint.watch.app import PageReader
 from rallypoint.watch.follow import EVENTS
 from rallypoint.watch.state import RunState
-from rallypoint.watch.top import shown, spark, top
+from rallypoint.watch.top import compared, shown, spark, top
 
 
 def text_of(run: RunState, width: int = 120) -> str:
@@ -41,10 +43,39 @@ def test_it_says_what_the_page_says() -> None:
         Say("[red]worker1[/red] died"),
     ))  # fmt: skip
     for said in (
-        "run7", "running", "step 5 of 10", "8 samples/s", "loss", "now 1, from 1 to 5", "val_loss", "now 1.25",
+        "run7", "running", "step 5 of 10", "8 samples/s", "loss", "now 1, 1 to 5", "val_loss", "now 1.25",
         "goodput", "version 5, 2.0 MB", "server0", "worker0, worker2", "without worker1", "[red]worker1[/red] died",
     ):  # fmt: skip
         assert said in text, text
+
+
+def test_who_came_and_went_stays_in_sight_whatever_advice_is_given() -> None:
+    advice = [
+        Say(f"workers are not equally fast: from step {n} on replicas are assigned by speed (worker0 {n}, worker2 6)")
+        for n in range(4)
+    ]
+    others = [Say(f"advice {'abcdefgh'[n]}") for n in range(8)]
+    text = text_of(run_of(
+        Waiting("waiting for 2 more workers, 5 s so far"), PLAN, members(), *steps(0, 3),
+        Say("worker1 is gone: it was killed"), members("worker0"), Waiting("waiting for worker1, 5 s so far"),
+        members("worker0", "worker2"), *others, *advice,
+    ))  # fmt: skip
+    happened = text[text.index("what happened") : text.index("loss")]
+    for said in ("worker1 is gone: it was killed", "waiting for worker1", "with worker2", "(4 times)", "advice h"):
+        assert said in happened, happened
+    for said in ("without worker1", "2 more workers", "advice a", "from step 2 on"):
+        assert said not in happened, happened
+
+
+def test_of_several_runs_it_shows_the_settings_that_differ_and_the_losses_on_one_scale() -> None:
+    runs = {"a": run_of(PLAN, members(), *steps(0, 3)), "b": run_of(PLAN, members(), *steps(2, 5)), "c": RunState()}
+    settings = {name: {"lr": lr, "clip": "1"} for name, lr in (("a", "0.1"), ("b", "0.2"), ("c", "0.3"))}
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    console.print(compared(runs, settings, 80))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for said in ("lr  0.1  0.2  0.3", "loss of a", "now 3, 3 to 5", "█▆▅", "loss of b", "now 1, 1 to 3", "▅▃▁"):
+        assert said in text, text
+    assert "clip" not in text
 
 
 def test_before_the_first_step_and_after_a_failure_it_says_so() -> None:
@@ -62,6 +93,12 @@ def test_a_curve_is_a_line_of_blocks_from_the_lowest_to_the_highest() -> None:
     assert spark([0.0, 7.0, 3.5], 10) == "▁█▅"
     assert spark([1.0] * 5, 10) == "▁▁▁▁▁"
     assert spark([float(n) for n in range(1000)], 8) == "▁▂▃▄▅▆▇█"
+    assert spark([1.0, 2.0], 8, [1.0, 8.0]) == "▁▂"
+
+
+def test_a_curve_of_one_value_is_flat_although_sums_of_it_are_rounded() -> None:
+    assert spark([0.0003, math.nextafter(0.0003, 1.0), 0.0003], 32) == "▁▁▁"
+    assert spark([0.0003, 0.00030001, 0.0003], 32) == "▁█▁"
 
 
 @pytest.mark.parametrize("values", [[1e308, -1e308, 0.0], [1.7e308] * 9, [float("inf"), 1.0], [float("nan")]])
@@ -90,10 +127,10 @@ def test_nothing_that_a_log_says_commands_the_terminal() -> None:
 def test_where_there_is_no_terminal_it_is_printed_once(tmp_path: Path) -> None:
     (tmp_path / EVENTS).write_bytes(b"".join(line(float(t), m) for t, m in enumerate([PLAN, members(), *steps(0, 3)])))
     console = Console(file=io.StringIO(), width=100)
-    top(tmp_path, console)
+    top({"run7": tmp_path}, {}, console)
     assert "step 3 of 10" in console.file.getvalue()  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="name the folder of a run"):
-        top(tmp_path / "nosuch", console)
+        top({"nosuch": tmp_path / "nosuch"}, {}, console)
 
 
 def test_a_job_of_sums_shows_sums_and_no_step() -> None:

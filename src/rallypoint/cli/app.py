@@ -15,12 +15,13 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
 
-GONE = {  # commands, and options of a run, that the main branch had before the first release: what to do instead
+GONE = {  # commands, and options of a run, that were there before the first release, or are missed: what to do instead
     "certs": "rallypoint token --tls FOLDER",
     "compare": "rallypoint watch RUN RUN",
     "continue": "rallypoint pause RUN --off",
     "diff": "rallypoint replay RUN RUN",
     "learning-rate": "end the run (Ctrl-C), then go on with rallypoint resume RUN --set optimizer.lr=1e-4",
+    "runs": "rallypoint watch runs/* --terminal",
     "simulate": "it is a script of the source now: python benchmarks/simulate.py",
     "snapshot-every": "say it at the start (--snapshot-steps, --snapshot-seconds), or ask for one: rallypoint snapshot",
     "top": "rallypoint watch RUN --terminal",

@@ -50,15 +50,15 @@ def watch(
 
     Example: [bold]rallypoint watch runs/20260131-235959[/bold]
     """
-    for name, given in (("--terminal", terminal), ("--track", track), ("--buttons", buttons)):
+    for name, given in (("--track", track), ("--buttons", buttons)):
         if given and len(runs) > 1:
             raise UsageError(f"{name} is for one run: name one folder")
     if track:
         _track(runs[0], track)
     elif terminal:
-        _show(runs[0])
+        _show(_named(runs))
     elif len(runs) > 1:
-        _compare(runs, port)
+        _compare(_named(runs), port)
     else:
         _serve(runs[0], port, buttons=buttons)
 
@@ -80,32 +80,39 @@ def _serve(run: Path, port: int, *, buttons: bool) -> None:
         server.answer()
 
 
-def _compare(runs: list[Path], port: int) -> None:
-    from rallypoint.launch.observing.beside import check_page
-
-    check_page()
-    from rallypoint.watch.app import compared
-
+def _named(runs: list[Path]) -> dict[str, Path]:
+    """The runs by the names that are shown. Raises UsageError if one is there twice."""
     names = [run.resolve().name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run) for run in runs]
     folders = dict(zip(names, runs, strict=True))
     if len(folders) < len(runs):
         raise UsageError("the same run is named twice")
+    return folders
 
-    settings = {name: facts_of(run)["settings"] for name, run in folders.items()}
-    with compared(folders, settings, port) as (address, server):
+
+def _settings(folders: dict[str, Path]) -> dict[str, dict[str, str]]:
+    return {name: {**facts_of(run)["settings"], **resolved_of(run)} for name, run in folders.items()}
+
+
+def _compare(folders: dict[str, Path], port: int) -> None:
+    from rallypoint.launch.observing.beside import check_page
+
+    check_page()
+    from rallypoint.watch.app import compared
+
+    with compared(folders, _settings(folders), port) as (address, server):
         print(f"the page of {', '.join(folders)}: {address}", flush=True)
         server.answer()
 
 
-def _show(run: Path) -> None:
+def _show(folders: dict[str, Path]) -> None:
     from rich.console import Console
 
     from rallypoint.watch.top import top
 
     with contextlib.suppress(KeyboardInterrupt):
-        top(run, Console(highlight=False))
+        top(folders, _settings(folders) if len(folders) > 1 else {}, Console(highlight=False))
 
 
 def _track(run: Path, target: str) -> None:

@@ -128,13 +128,8 @@ class _Observer:
         try:
             validate()
         except AssertionError as error:
-            said = ", ".join(map(repr, arguments))
-            self._broken(f"the machine of {self._name} broke a rule in {method}({said}): {_sentence(error)}")
-
-
-def _sentence(error: AssertionError) -> str:
-    """The assertion's message, without what pytest adds to it."""
-    return str(error).partition("\n")[0]
+            said, why = ", ".join(map(repr, arguments)), str(error).partition("\n")[0]  # pytest adds lines
+            self._broken(f"the machine of {self._name} broke a rule in {method}({said}): {why}")
 
 
 def _watching(observer: _Observer, name: str, method: Any) -> Any:

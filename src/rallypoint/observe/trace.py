@@ -130,8 +130,6 @@ def _number(
     key = (process, thread)
     if key not in numbers:
         numbers[key] = len(numbers) + 1
-        label = thread or process
-        labels.append(
-            {"name": what, "ph": "M", "pid": numbers[(process, "")], "tid": numbers[key], "args": {"name": label}}
-        )
+        name, pid = {"name": thread or process}, numbers[(process, "")]
+        labels.append({"name": what, "ph": "M", "pid": pid, "tid": numbers[key], "args": name})
     return numbers[key]

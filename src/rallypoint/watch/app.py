@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import resource
 import secrets
@@ -11,6 +10,7 @@ import socket
 import struct
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -33,8 +33,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rallypoint.core.typed import Name
 from rallypoint.errors import RallypointError, UsageError
-from rallypoint.watch.follow import Follower, check_log
-from rallypoint.watch.state import RunState, Series
+from rallypoint.watch.follow import Follower
+from rallypoint.watch.state import RunState, Series, differing
 
 HEADER = "X-Rallypoint-Token"
 _HEADERS = {
@@ -151,24 +151,17 @@ class Operator:
 
 async def _on_thread(call: Callable[[], str]) -> str:
     """Call it on a thread that nobody waits for at the end: an order may take minutes."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[str] = loop.create_future()
-
-    def settle(said: str, error: BaseException | None) -> None:
-        if not answer.done():
-            answer.set_result(said) if error is None else answer.set_exception(error)
+    answer: Future[str] = Future()
+    answer.set_running_or_notify_cancel()  # who waits for it may go; the order is carried out
 
     def run() -> None:
-        said, failed = "", None
         try:
-            said = call()
+            answer.set_result(call())
         except BaseException as error:
-            failed = error
-        with contextlib.suppress(RuntimeError):  # the page has ended meanwhile
-            loop.call_soon_threadsafe(settle, said, failed)
+            answer.set_exception(error)
 
     threading.Thread(target=run, name="order", daemon=True).start()
-    return await answer
+    return await asyncio.wrap_future(answer)
 
 
 async def _body(request: Request) -> bytes:
@@ -209,7 +202,7 @@ class PageReader:
             "again": run.again,
             "ended": run.ended,
             "why": run.why,
-            "late": _late(run),
+            "late": {worker: round(seconds, 4) for worker, seconds in run.late.items()},
             "times": _times(run),
             "skipped": run.skipped,
             "stalled": run.stalled,
@@ -218,15 +211,11 @@ class PageReader:
         for part, curves in (("curves", run.curves), ("evaluations", run.evaluations)):
             said[part] = self._curves(part, curves)
         plan = None if run.plan is None else msgspec.to_builtins(run.plan)
-        marked = len(run.marks), run.marks[-1] if run.marks else None
-        told = len(run.sentences), run.sentences[-1] if run.sentences else None
-        stored = len(run.snapshots), run.snapshots[-1] if run.snapshots else None
         self._part(said, "plan", plan, lambda: plan)
         self._part(said, "members", run.members.revision, run.members.rows)
         self._part(said, "machines", run.machines.revision, run.machines.told)
-        self._part(said, "marks", marked, lambda: list(run.marks))
-        self._part(said, "sentences", told, lambda: list(run.sentences))
-        self._part(said, "snapshots", stored, lambda: list(run.snapshots))
+        for name, kept in (("marks", run.marks), ("sentences", run.sentences), ("snapshots", run.snapshots)):
+            self._part(said, name, (len(kept), kept[-1] if kept else None), partial(list, kept))
         return said
 
     def _part(self, said: dict[str, Any], name: str, made_from: object, make: Any) -> None:
@@ -245,10 +234,6 @@ class PageReader:
             self._seen[f"{part} {name}"] = series.revision, series.end
             changed[name] = {"from": start, "width": series.width, **series.columns(start)}
         return changed
-
-
-def _late(run: RunState) -> dict[str, float]:
-    return {worker: round(seconds, 4) for worker, seconds in run.late.items()}
 
 
 def _ledger(run: RunState) -> dict[str, Any]:
@@ -362,7 +347,7 @@ class ComparisonPage:
         self, followers: Mapping[str, Follower], settings: Mapping[str, Mapping[str, str]], token: str
     ) -> None:
         self._followers, self.closing, lock = followers, False, Lock(token)
-        self._differ = _differing(settings)
+        self._differ = differing(settings)
         routes = [Route("/healthz", healthy), Route("/runs", lock(self._runs))]
         routes += [Route(f"/{path}", file(name)) for path, name in _COMPARED.items()]
         self.app = Starlette(routes=routes, middleware=middleware())
@@ -379,23 +364,14 @@ class ComparisonPage:
 
 
 def _told(run: RunState) -> dict[str, Any]:
-    times = run.times
     curves = {**run.curves, **{f"{name} (evaluation)": curve for name, curve in run.evaluations.items()}}
     return {
         "step": run.step, "steps": 0 if run.plan is None else run.plan.steps, "ended": run.ended, "why": run.why,
-        "p50": times.quantile(0.5), "p99": times.quantile(0.99), "goodput": round(times.goodput, 4),
-        "stalls": times.stalls, "curves": {
+        **_times(run), "curves": {
             name: {key: column for key, column in curve.columns().items() if key in ("step", "mean")}
             for name, curve in curves.items()
         },
     }  # fmt: skip
-
-
-def _differing(settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """For each run the settings that are not the same in all of them."""
-    names = {name for own in settings.values() for name in own}
-    differ = sorted(name for name in names if len({own.get(name, "") for own in settings.values()}) > 1)
-    return {run: {name: own.get(name, "") for name in differ} for run, own in settings.items()}
 
 
 MOST = 128  # connections; fewer where the process may open few files
@@ -539,7 +515,7 @@ def served(
 ) -> Iterator[tuple[str, PageServer]]:
     """In the body the page of the run in `folder` can be opened: yields its address with its token, and the server to
     run. Raises UsageError if there is no log, or the port is taken."""
-    follower, token = _follower(folder), secrets.token_urlsafe(16)
+    follower, token = Follower(folder), secrets.token_urlsafe(16)
     with _serving(Page(follower, facts, token, operator, resolved), [follower], token, port) as bound:
         yield bound
 
@@ -549,14 +525,9 @@ def compared(
     folders: Mapping[str, Path], settings: Mapping[str, Mapping[str, str]], port: int = 0
 ) -> Iterator[tuple[str, PageServer]]:
     """As `served`, for a page that compares the runs in these folders, by the names that it shows."""
-    followers, token = {name: _follower(folder) for name, folder in folders.items()}, secrets.token_urlsafe(16)
+    followers, token = {name: Follower(folder) for name, folder in folders.items()}, secrets.token_urlsafe(16)
     with _serving(ComparisonPage(followers, settings, token), [*followers.values()], token, port) as bound:
         yield bound
-
-
-def _follower(folder: Path) -> Follower:
-    check_log(folder)
-    return Follower(folder)
 
 
 @contextmanager

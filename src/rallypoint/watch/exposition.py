@@ -25,15 +25,15 @@ _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "summar
 Read = Callable[[], Iterable[Figure]]
 
 
-class Exposition:
+class Exposition(Collector):
     """What one process answers to a scrape: `read()`'s readings, and its own CPU, memory and file descriptors.
 
     Nothing is computed before somebody asks.
     """
 
     def __init__(self, read: Read) -> None:
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Readings(read))
+        self._read, self._registry = read, CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     def text(self, accept: str) -> tuple[bytes, str]:
@@ -41,12 +41,8 @@ class Exposition:
         encode, kind = choose_encoder(accept)
         return encode(self._registry), kind
 
-
-class _Readings(Collector):
-    def __init__(self, read: Read) -> None:
-        self._read = read
-
     def collect(self) -> Iterator[Metric]:
+        """For the registry."""
         families: dict[str, Any] = {}
         for reading in self._read():
             measure = MEASURES[reading.name]

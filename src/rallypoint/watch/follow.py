@@ -132,10 +132,11 @@ def recorded_losses(folder: Path) -> dict[int, float]:
 class Follower:
     """Keeps `run` up to date with the log in `folder`, on a thread of its own.
 
-    Hold `lock` to read `run`. If the log is replaced, `run` begins anew.
+    Hold `lock` to read `run`. If the log is replaced, `run` begins anew. Raises UsageError if there is none.
     """
 
     def __init__(self, folder: Path) -> None:
+        check_log(folder)
         self.run, self.lock, self.log = RunState(), threading.Lock(), Log(folder)
         self.generation = 0  # rises when `run` has begun anew
         self._closing = threading.Event()

@@ -7,14 +7,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from rallypoint.core.cluster.terms import Terms, copies_of
+from rallypoint.core.protocol import Members
 from rallypoint.core.shard.audited import AuditedShard
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.view import View
+from rallypoint.observe.trace import Tracer
 from rallypoint.watch.state import Histogram, HistogramCounts, RunState
 
 Kind = Literal["gauge", "counter", "histogram", "summary"]
@@ -117,14 +119,6 @@ class Figure:
 STALENESS_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 
-class Phases(Protocol):
-    """What counts the phases of a worker: a `Tracer`."""
-
-    @property
-    def phases(self) -> Mapping[str, tuple[int, float]]:
-        """Phase -> how often it came, and its seconds."""
-
-
 def of_view(view: View | None) -> Iterator[Figure]:
     """The view that a member has."""
     if view is not None:
@@ -170,7 +164,7 @@ def of_aggregator(counts: tuple[int, int]) -> Iterator[Figure]:
     yield Figure("rallypoint_aggregator_sent", counts[1])
 
 
-def of_worker(step: int | None, tracer: Phases) -> Iterator[Figure]:
+def of_worker(step: int | None, tracer: Tracer) -> Iterator[Figure]:
     """A worker's step (None: its run has not begun), and how long its phases took."""
     if step is not None:
         yield Figure("rallypoint_worker_step", step)
@@ -234,27 +228,24 @@ class JobFigures:
         yield from self._read_snapshots()
 
     def _read_members(self) -> Iterator[Figure]:
-        run, view = self._run, self._run.view
-        workers = () if view is None else view.workers
-        counts = {"worker": len(workers), "standby": 0, "server": 0, "aggregator": 0}
-        epoch, count, exposed = "0", "0", 0
-        if view is not None:
-            counts |= {"standby": len(view.standby), "server": len(view.servers), "aggregator": len(view.aggregators)}
-            (epoch, _, count), exposed = view.view.partition("."), view.exposed
-        for role, number in counts.items():
-            yield Figure("rallypoint_members", number, {"role": role})
+        run, view = self._run, self._run.view or Members("0.0", (), (), ())
+        epoch, _, count = view.view.partition(".")
+        members = {"worker": view.workers, "standby": view.standby, "server": view.servers,
+                   "aggregator": view.aggregators}  # fmt: skip
+        for role, names in members.items():
+            yield Figure("rallypoint_members", len(names), {"role": role})
         for role in ("worker", "server", "aggregator"):
             yield Figure("rallypoint_members_joined", run.joined[role], {"role": role})
             yield Figure("rallypoint_members_gone", run.gone[role], {"role": role})
         yield Figure("rallypoint_view_epoch", int(epoch))
         yield Figure("rallypoint_view_number", int(count))
-        yield Figure("rallypoint_exposed_shards", exposed)
+        yield Figure("rallypoint_exposed_shards", view.exposed)
         yield from (Figure("rallypoint_lateness_seconds", s, {"worker": worker}) for worker, s in run.late.items())
         for name, host in run.machines.hosts.items():
             yield Figure("rallypoint_host_cpu_ratio", host.sample.cpu, {"host": name})
             yield Figure("rallypoint_host_memory_bytes", host.sample.memory, {"host": name})
         for member, sample in run.machines.members.items():
-            if member in workers:
+            if member in view.workers:
                 yield Figure("rallypoint_waited_for_data_ratio", sample.waited_for_data, {"member": member})
 
     def _read_snapshots(self) -> Iterator[Figure]:

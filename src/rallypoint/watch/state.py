@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -45,7 +46,7 @@ _LATE_OVER = 0.95  # how much of a worker's lateness stays from step to step
 _MOST_SPANS = 200  # of a member
 _MOST_MEMBERS = 4096
 _GONE = "gone"
-_ROLES = {"computing": "worker", "standby": "worker"}  # of a member's state; else the state is the role
+_ROLES = {"computing": "worker", "standby": "worker", "server": "server", "aggregator": "aggregator"}  # of states
 
 
 @dataclass(slots=True)
@@ -242,11 +243,8 @@ class Histogram:
 
     def read(self) -> HistogramCounts:
         """The counts until now."""
-        cumulative, seen = list[int](), 0
-        for count in list(self._counts):
-            seen += count
-            cumulative.append(seen)
-        return HistogramCounts(self._bounds, cumulative[:-1], seen, self._total)
+        *cumulative, seen = accumulate(list(self._counts))
+        return HistogramCounts(self._bounds, cumulative, seen, self._total)
 
 
 @dataclass(slots=True)
@@ -402,6 +400,11 @@ class Series:
         }  # fmt: skip
 
     @property
+    def means(self) -> list[float]:
+        """The mean of each point."""
+        return [point.total / point.count for point in self.points]
+
+    @property
     def end(self) -> int:
         """The step of the last point, which may still change; 0 if there is none."""
         return self.points[-1].step if self.points else 0
@@ -543,7 +546,7 @@ class RunState:
             case Waiting(text=text):
                 self.waits = text
                 self._cause, self._said = self._cause or "waiting", text
-                self.sentences.append({"t": self.now, "text": text})
+                self.sentences.append({"t": self.now, "step": self.reached, "text": text})
             case Say(text=text) | Held(text=text) | Ordered(text=text):
                 self.said = text
                 self.sentences.append({"t": self.now, "text": text})
@@ -584,7 +587,9 @@ class RunState:
             self._mark("back", f"back to step {done.step}")
         if (seconds := self._pace.step(self.now)) is not None:
             self._curve(self.curves, "seconds a step", done.step, seconds)
-            if self.times.add(done.step, seconds, self._cause or "unknown"):
+            most = max((len(view.workers) for view in self.views), default=0)
+            nothing = "fewer workers" if self.view and len(self.view.workers) < most else "slow steps"
+            if self.times.add(done.step, seconds, self._cause or nothing):
                 self.stalled = {"step": done.step, "seconds": seconds, "text": self._said or self._cause}
         self._cause = self._said = ""
 
@@ -608,22 +613,24 @@ class RunState:
     def _members(self, members: Members) -> None:
         begins, was = not self.members.spans, self.members.now
         came, went = self.members.take(members, self.now)
+        if (before := self.view) is not None and not self._cause:
+            covered = "new backup" if members.exposed < before.exposed else ""
+            self._cause = "new view" if members.view != before.view else covered
         self.views.append(members)
         if came and not begins:
             self._mark("join", f"with {', '.join(came)}")
-            self.joined.update(_role(self.members.now[member]) for member in came)
+            self.joined.update(_ROLES[self.members.now[member]] for member in came)
         if went:
             self._mark("loss", f"without {', '.join(went)}")
-            self.gone.update(_role(was[member]) for member in went)
+            self.gone.update(_ROLES[was[member]] for member in went)
         for member in went:
             self.late.pop(member, None)
         self.machines.forget(went)
 
     def _late(self, late: Mapping[str, float]) -> None:
         for worker, seconds in late.items():
-            if worker not in self.members.here:
-                continue  # its word came after it was gone
-            self.late[worker] = _LATE_OVER * self.late.get(worker, seconds) + (1 - _LATE_OVER) * seconds
+            if worker in self.members.here:  # else its word came after it was gone
+                self.late[worker] = _LATE_OVER * self.late.get(worker, seconds) + (1 - _LATE_OVER) * seconds
 
     def _audited(self, found: AuditFound) -> None:
         """Mark what an audit of a contribution has found: once, though several servers say it."""
@@ -636,7 +643,7 @@ class RunState:
 
     def _mark(self, kind: str, text: str) -> None:
         """Put a tick at the step that is reached."""
-        self._cause, self._said = kind, self._said or text
+        self._cause, self._said = "members gone" if kind == "loss" else kind, self._said or text
         self.marks.append({"t": self.now, "step": self.step, "kind": kind, "text": text})
 
     def _end(self, how: str, why: str) -> None:
@@ -646,5 +653,8 @@ class RunState:
         self.members.over(self.now)
 
 
-def _role(state: str) -> str:
-    return _ROLES.get(state, state)
+def differing(settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """For each run the settings that are not the same in all of them."""
+    names = {name for own in settings.values() for name in own}
+    differ = sorted(name for name in names if len({own.get(name, "") for own in settings.values()}) > 1)
+    return {run: {name: own.get(name, "") for name in differ} for run, own in settings.items()}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.columns import Columns
@@ -18,43 +20,65 @@ from rich.table import Table
 from rich.text import Text
 
 from rallypoint.core.typed import LONGEST_TEXT, printable
-from rallypoint.watch.follow import Follower, check_log
-from rallypoint.watch.state import RunState, Series
+from rallypoint.watch.follow import Follower
+from rallypoint.watch.state import RunState, Series, differing
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _EVERY_S = 0.5
 _SENTENCES, _LATE, _HOSTS = 6, 5, 8
+_VARIES = re.compile(r"\([^)]*\)|\b\d[\d.]*\b")  # what differs between two sentences of one sort; not worker0
+_NOISE = 1e-9  # of a value: what sums of equal ones differ by
 _COLOURS = {
     "computing": "cyan", "standby": "yellow", "server": "green", "aggregator": "magenta", "gone": "bright_black",
 }  # fmt: skip
 
 
-def top(folder: Path, console: Console) -> None:
-    """Show the run in `folder` until Ctrl-C, or as it is now where the console is no terminal.
+def top(folders: Mapping[str, Path], settings: Mapping[str, Mapping[str, str]], console: Console) -> None:
+    """Show the run in a folder, or compare several, until Ctrl-C; once where the console is no terminal.
 
     Raises UsageError if there is no log.
     """
-    check_log(folder)
-    follower, name = Follower(folder), folder.resolve().name
-    follower.look()
+    followers = {name: Follower(folder) for name, folder in folders.items()}
+
+    def look() -> RenderableType:
+        for follower in followers.values():
+            follower.look()
+        runs = {name: follower.run for name, follower in followers.items()}
+        one = [shown(run, name, console.width) for name, run in runs.items()]
+        return one[0] if len(one) == 1 else compared(runs, settings, console.width)
+
     if not console.is_terminal:
-        console.print(shown(follower.run, name, console.width))
+        console.print(look())
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            follower.look()
-            live.update(shown(follower.run, name, console.width), refresh=True)
+            live.update(look(), refresh=True)
             time.sleep(_EVERY_S)
+
+
+def compared(runs: Mapping[str, RunState], settings: Mapping[str, Mapping[str, str]], width: int) -> RenderableType:
+    """The settings that differ, and the curves of the losses on one scale of steps and values."""
+    differ = differing(settings)
+    table = Table.grid(padding=(0, 2))
+    table.add_row("", *map(_text, runs))
+    for setting in differ[next(iter(runs))]:
+        table.add_row(_text(setting), *(_text(differ[name][setting]) for name in runs))
+    losses = {name: run.curves["loss"] for name, run in runs.items() if "loss" in run.curves}
+    values, last = [value for curve in losses.values() for value in curve.means], max(run.step for run in runs.values())
+    widths = {name: max(width // 2, width * runs[name].step // max(1, last)) for name in losses}
+    curves = [_curve(f"loss of {name}", curve, widths[name], values) for name, curve in losses.items() if curve.points]
+    return Group(*(_head(run, name) for name, run in runs.items()), table, *curves)
 
 
 def shown(run: RunState, name: str, width: int) -> RenderableType:
     """The run as it is now, for a console of this width (characters)."""
     half = max(20, width // 2 - 4)
-    curves = [_curve(name, curve, half) for name, curve in {**run.curves, **run.evaluations}.items()]
+    curves = [_curve(name, curve, half) for name, curve in {**run.curves, **run.evaluations}.items() if curve.points]
     return Group(
-        _head(run, name), Columns([curve for curve in curves if curve is not None], equal=True, width=half),
+        _head(run, name), *([_happened(run)] if run.sentences or run.marks else []),
+        Columns(curves, equal=True, width=half),
         Columns([_times(run, half), _members(run, half)], equal=True, width=half),
-        *([_machines(run)] if run.machines.hosts else []), _happened(run),
+        *([_machines(run)] if run.machines.hosts else []),
     )  # fmt: skip
 
 
@@ -74,37 +98,38 @@ def _head(run: RunState, name: str) -> RenderableType:
     return Group(told, Padding(ProgressBar(total=max(1, steps), completed=run.step), 0))
 
 
-def _curve(name: str, curve: Series, width: int) -> RenderableType | None:
-    values = [point.total / point.count for point in curve.points]
-    if not values:
-        return None
-    text = Text(spark(values, width - 4), style="cyan")
+def _curve(name: str, curve: Series, width: int, scale: Sequence[float] = ()) -> RenderableType:
+    values = curve.means
+    text = Text(spark(values, width - 4, scale), style="cyan")
     low, high = min(values), max(values)
-    told = f"now {values[-1]:.4g}, from {low:.4g} to {high:.4g}"
+    told = f"now {values[-1]:.4g}, {low:.4g} to {high:.4g}"
     return Panel(Group(text, told), title=_text(name), title_align="left", width=width)
 
 
-def spark(values: list[float], width: int) -> str:
-    """The values as one line of blocks, the mean of several where there are more than `width`.
+def spark(values: list[float], width: int, scale: Sequence[float] = ()) -> str:
+    """The values as one line of blocks from the lowest to the highest (of `scale`), of several beyond `width` the mean.
 
     Returns "" if their range is not finite: of 1e308 and -1e308, for example.
     """
     share = max(1.0, len(values) / width)
     bounds = [round(number * share) for number in range(min(width, len(values)) + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds) if b > a]
-    low, high = min(means), max(means)
+    low, high = min(scale or means), max(scale or means)
     if not math.isfinite(high - low):
         return ""
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((value - low) * scale)] for value in means)
+    block = (len(_BLOCKS) - 1) / (high - low) if high - low > _NOISE * max(abs(low), abs(high)) else 0.0
+    return "".join(_BLOCKS[round((value - low) * block)] for value in means)
 
 
 def _times(run: RunState, width: int) -> RenderableType:
     times = run.times
     table = Table.grid(padding=(0, 2))
-    table.add_row("half of the steps take at most", _seconds(times.quantile(0.5)))
+    table.add_row("median step", _seconds(times.quantile(0.5)))
     table.add_row("99 %", _seconds(times.quantile(0.99)))
     table.add_row("goodput", f"{times.goodput:.1%}")
+    if times.stalls:
+        seconds, step, cause = times.longest
+        table.add_row("longest stall", _text(f"{_seconds(seconds)} at step {step}: {cause}"))
     for cause, lost in times.lost.most_common():
         table.add_row(_text(f"lost to {cause}"), _seconds(lost))
     if run.snapshots:
@@ -138,10 +163,20 @@ def _machines(run: RunState) -> RenderableType:
 
 
 def _happened(run: RunState) -> RenderableType:
-    said = sorted([*run.sentences, *run.marks], key=lambda one: float(one["t"]))[-_SENTENCES:]
+    """The newest of what matters: deaths, joins, roll-backs, waits. Advice fills up; what repeats is one line."""
+    gone = {f"without {one['text'].partition(' is gone: ')[0]}" for one in run.sentences}  # said with the reason
+    lines: dict[str, tuple[bool, float, str, int]] = {}
+    for one in sorted([*run.sentences, *run.marks], key=lambda one: float(one["t"])):
+        text, kind = str(one["text"]), one.get("kind", "")
+        if kind == "loss" and text in gone:
+            continue
+        first = text.partition(" ")[0].strip(":,")
+        matters = kind not in ("", "skip") or first in run.members.spans or one.get("step", 0) > 0
+        sort = _VARIES.sub("", text)
+        lines[sort] = matters, float(one["t"]), text, lines[sort][3] + 1 if sort in lines else 1
     table = Table.grid(padding=(0, 2))
-    for one in said:
-        table.add_row(Text(_seconds(one["t"]), "dim"), _text(str(one["text"])))
+    for _, t, text, times in sorted(sorted(lines.values())[-_SENTENCES:], key=lambda line: line[1]):
+        table.add_row(Text(_seconds(t), "dim"), _text(text + (f" ({times} times)" if times > 1 else "")))
     return Panel(table, title="what happened", title_align="left")
 
 

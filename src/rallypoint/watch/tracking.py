@@ -121,7 +121,8 @@ def track(
                     tracked.take(event, new=log.file != before.file or tracked.events >= before.events)
             if last:
                 tracker.close()
-                _write(place, msgspec.json.encode(Position(log.file, tracked.events)))
+                with opened(place.parent) as own:
+                    own.write(place.name, msgspec.json.encode(Position(log.file, tracked.events)))
                 return tracked.run.step
             closing.wait(_LOOK_S)
 
@@ -181,11 +182,6 @@ def _position(place: Path) -> Position:
         return msgspec.json.decode(read_file(place), type=Position)
     except (OSError, msgspec.DecodeError):
         return Position()
-
-
-def _write(place: Path, data: bytes) -> None:
-    with opened(place.parent) as folder:
-        folder.write(place.name, data)
 
 
 STEP = "rallypoint/step"  # W&B's own step can only rise: an evaluation is of an earlier step

@@ -45,7 +45,7 @@ from rallypoint.core.plan.site import PACED
 from rallypoint.core.plan.workload import SENT_BYTES, Layer, Workload, layers_of, transformer
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch.plan import option, read_plan
-from rallypoint.watch.follow import Follower, check_log
+from rallypoint.watch.follow import Follower
 from rallypoint.watch.state import RunState
 
 _JOB, _MACHINES, _OUTPUT = "The job", "The machines", "Output"
@@ -130,11 +130,10 @@ class MeasuredRun:
 
 def measured_run(folder: Path) -> MeasuredRun:
     """Read the run in `folder`. UsageError if there is none, or nothing is known of its model yet."""
-    check_log(folder)
+    follower = Follower(folder)
     state = kept_state(folder)
     if state is None or state.record is None:
         raise UsageError(f"{folder} does not say what is trained: its job has not begun, or its journal is gone")
-    follower = Follower(folder)
     follower.look()
     seen, record = follower.run, state.record
     counts = {kind: _most(seen, kind) for kind in ("computing", "server")}
