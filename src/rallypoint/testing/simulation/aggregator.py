@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from rallypoint.aggregator import AggregatorRelay, AggregatorTick, Event, Upstream
 from rallypoint.core.aggregator import AggregatorMachine, AggregatorShell
-from rallypoint.core.protocol import Beat, Finished
+from rallypoint.core.protocol import Beat, Finished, NewView
 from rallypoint.core.view import Member, View
 from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
@@ -66,7 +66,7 @@ class SimulatedAggregator:
             case Finished():
                 self.membership.close()
                 self.node.kill()
-            case ("view", View() as view) if not self.views.knows(view.number):
+            case NewView(view=view) if not self.views.knows(view.number):
                 self._viewed(view)
 
     def _viewed(self, view: View) -> None:

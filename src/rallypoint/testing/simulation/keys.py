@@ -12,7 +12,7 @@ import msgspec
 
 from rallypoint.config import JobConfig
 from rallypoint.core.keys import NEWEST
-from rallypoint.core.protocol import Beat, GiveUp
+from rallypoint.core.protocol import Beat, Done, GiveUp, Leaving, NewView, Propose
 from rallypoint.core.view import View
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import SimulatedMembership
@@ -115,27 +115,24 @@ class KeyedWorker:
     # ---- the coordinator's words ----
 
     def _on_admitted(self, new: bool) -> None:
-        self.membership.send(("propose", self.job.record))
+        self.membership.send(Propose(self.job.record))
         if self._claim is not None and self.exchange is not None and self._claim[0] == self.exchange.rolled_back:
-            self.membership.send(("done", *self._claim[1]))
+            self.membership.send(Done(*self._claim[1]))
         if self._leaving:
-            self.membership.send(("leaving",))
+            self.membership.send(Leaving())
 
     def leave(self) -> None:
         """SIGTERM."""
         self._leaving = True
-        self.membership.send(("leaving",))
+        self.membership.send(Leaving())
         if self.exchange is not None:
             self.exchange.leave()
             self._poke()
 
     def _on_message(self, message: Any) -> None:
         match message:
-            case ("view", View() as view):
+            case NewView(view=view):
                 self._viewed(view)
-            case ("finish",):
-                if self.exchange is not None:
-                    self.exchange.finish()
 
     def _viewed(self, view: View) -> None:
         if self.exchange is None:  # `job.store` returns
@@ -270,7 +267,7 @@ class KeyedWorker:
             self.job.check_end(shard, content)
         assert not exchange.machine.unfinished(), "it leaves while a push is on its way"
         self.done, self._claim = True, (exchange.rolled_back, (exchange.view.generation, -1))
-        self.membership.send(("done", *self._claim[1]))
+        self.membership.send(Done(*self._claim[1]))
 
     def story(self) -> str:
         """What it waits for, where the job is stuck."""

@@ -14,23 +14,13 @@ import msgspec
 from rallypoint.core.protocol import (
     Admitted,
     AnyOrder,
-    Assist,
     Beat,
-    Capture,
-    CaughtUp,
-    Done,
     Hello,
     Knows,
-    Leaving,
     Message,
     NewView,
-    NotStored,
     Ordered,
-    Prepare,
-    Propose,
-    Report,
     Resize,
-    Stored,
     ViewChange,
     decode,
     encode,
@@ -62,14 +52,13 @@ class SimulatedMembership:
         self._connect()
         self._beat()
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Message) -> None:
         """Say something, now or when the coordinator can hear it."""
-        said = to_coordinator(message)
-        self._reports.note(said)
+        self._reports.note(message)
         if self._wire is not None and self._admitted:
-            self._wire.send(0, said)
+            self._wire.send(0, message)
         else:
-            self._unsent.append(said)
+            self._unsent.append(message)
 
     def close(self) -> None:
         """Leave."""
@@ -124,7 +113,7 @@ class SimulatedMembership:
                 while self._unsent:
                     self._wire.send(0, self._unsent.popleft())
             case _:
-                self._on_message(from_coordinator(message))
+                self._on_message(message)
 
 
 def _is_newer(view: View, known: View | None) -> bool:
@@ -215,43 +204,3 @@ class SimulatedOrders:
         self._heard(self._waiting.popleft())
         if self._waiting:
             self._give_first()
-
-
-# The simulated worker and server speak in tuples; the coordinator's shell in the real messages.
-
-
-def to_coordinator(said: Any) -> Message:
-    """What a simulated member says, as the message that a real one sends."""
-    match said:
-        case ("propose", record):
-            return Propose(record)
-        case ("progress", step, replica, seconds, generation):
-            return Report(step, replica, 0.0, 1.0, 1, seconds, generation)
-        case ("in step", backups):
-            return CaughtUp(backups)
-        case ("leaving",):
-            return Leaving()
-        case ("done", generation, version):
-            return Done(generation, version)
-        case ("captured", id, indices):
-            return Stored(id, {}, dict.fromkeys(indices, ("", 0, 0, "")))
-        case ("snapshot lost", id, reason, passed):
-            return NotStored(id, reason, passed)
-        case _:
-            assert isinstance(said, Message), f"a member says {said}"
-            return said
-
-
-def from_coordinator(message: Message) -> Any:
-    """What a simulated member hears."""
-    match message:
-        case NewView(view=view):
-            return ("view", view)
-        case Prepare(record=record):
-            return ("prepare", record)
-        case Assist(step=step, replica=replica):
-            return ("assist", step, replica)
-        case Capture(snapshot=id, version=version, writers=writers):
-            return ("capture", id, version, writers)
-        case _:
-            return message

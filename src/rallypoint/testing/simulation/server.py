@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from rallypoint.core.protocol import Beat, Finished, Leaving
+from rallypoint.core.protocol import Beat, Capture, Finished, Leaving, NewView
 from rallypoint.core.shard.clip import StepVerdict
 from rallypoint.core.shard.shell import PeerLinks
 from rallypoint.core.view import View, ViewNumber
@@ -158,9 +158,9 @@ class SimulatedServer:
             case Finished():
                 self.membership.close()
                 self.node.kill()
-            case ("view", View() as view) if not self.shell.fence.has_come(view.number):
+            case NewView(view=view) if not self.shell.fence.has_come(view.number):
                 self._viewed(view)
-            case ("capture", id, version, _):
+            case Capture(snapshot=id, version=version):
                 self.reducer_event(inbox.CaptureWanted(id, version))
 
     def _viewed(self, view: View) -> None:

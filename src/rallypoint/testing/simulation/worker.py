@@ -9,8 +9,19 @@ import torch
 
 from rallypoint.codec.base import encode_gradient
 from rallypoint.core.layout import Shard
-from rallypoint.core.protocol import Reached
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.protocol import (
+    Assist,
+    Capture,
+    Done,
+    Leaving,
+    NewView,
+    NotStored,
+    Propose,
+    Reached,
+    Report,
+    Stored,
+)
+from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.ending import End
 from rallypoint.store.record import ShardRecord
@@ -80,33 +91,31 @@ class SimulatedWorker:
     # ---- the coordinator's words ----
 
     def _on_admitted(self, new: bool) -> None:
-        self.membership.send(("propose", self.job.record))
+        self.membership.send(Propose(self.job.record))
         self._evaluations.register(new=new)
         if self.done and self._claim is not None:
-            self.membership.send(("done", *self._claim))
+            self.membership.send(Done(*self._claim))
         self._script.say(again=True)
         self.exchange.reaching.say(again=True)
         if self.shell.leaving:
-            self.membership.send(("leaving",))
+            self.membership.send(Leaving())
 
     def leave(self) -> None:
         """SIGTERM: a spot machine's notice."""
         self.exchange.leave()
-        self.membership.send(("leaving",))
+        self.membership.send(Leaving())
 
     def _on_message(self, message: Any) -> None:
         match message:
-            case ("view", View() as view):
+            case NewView(view=view):
                 self.exchange.adopt(view)
                 self._script.say()
-            case ("assist", step, replica):
+            case Assist(step=step, replica=replica):
                 self.exchange.assist(step, replica)
-            case ("capture", id, version, writers) if id != self._captured:  # it is said again with each view
-                self._captured = id
+            case Capture(snapshot=id, version=version, writers=writers) if id != self._captured:
+                self._captured = id  # (it is said again with each view)
                 if (passed := self.exchange.capture(machine.Store(id, version, writers))) >= 0:
-                    self.membership.send(("snapshot lost", id, "the step was over before the request came", passed))
-            case ("finish",):
-                self.exchange.finish()
+                    self.membership.send(NotStored(id, "the step was over before the request came", passed))
 
     # ---- the main thread ----
 
@@ -204,22 +213,22 @@ class SimulatedWorker:
         """It holds the last version, and says so after an evaluation, which may take a while."""
         self._thread.sleep(self.evaluate_s * self.node.world.random.random())
         self._claim = end if self.honest else (self.shell.view.generation, end[1])
-        self.membership.send(("done", *self._claim))
+        self.membership.send(Done(*self._claim))
 
     def _store_share(self, wanted: machine.Store) -> None:
         """Of a snapshot of the version that the model holds, where workers are stateful."""
         id, version, writers = wanted.snapshot, wanted.version, wanted.writers
         if self.shell.holds > version:
-            self.membership.send(("snapshot lost", id, "too late", self.shell.holds))
+            self.membership.send(NotStored(id, "too late", self.shell.holds))
             return
         share = range(self.job.shards)[writers.index(self.node.name) :: len(writers)]
         contents = {shard: self.model[shard] for shard in share}
 
         def write() -> None:
             if all(self.store.write(id, shard, version, (contents[shard], (), {})) for shard in share):
-                self.membership.send(("captured", id, tuple(share)))
+                self.membership.send(Stored(id, {}, dict.fromkeys(share, ("", 0, 0, ""))))
             else:
-                self.membership.send(("snapshot lost", id, "no space left", -1))
+                self.membership.send(NotStored(id, "no space left"))
 
         self.node.later(self.node.world.latency() * 2, write)
 
@@ -239,7 +248,7 @@ class SimulatedWorker:
             return
         finally:
             self.replica, self.exchange.rows.in_micro = -1, False
-        self.membership.send(("progress", step, replica, self.node.world.now - began, generation))
+        self.membership.send(Report(step, replica, 0.0, 1.0, 1, self.node.world.now - began, generation))
 
     def _passes(self, step: int, replica: int, generation: ViewNumber) -> None:
         early = self.exchange.forward.begin(step, replica)
