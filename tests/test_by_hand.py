@@ -250,6 +250,25 @@ def test_ctrl_c_at_a_coordinator_by_hand_takes_a_last_snapshot(members: Members)
 
 
 @pytest.mark.slow
+def test_when_the_last_server_by_hand_dies_it_says_to_start_one_and_then_goes_on(members: Members) -> None:
+    gate = members.folder / "gate"
+    waits = f"while micro.step > 2 and not os.path.exists({str(gate)!r}):\n            time.sleep(0.01)"
+    script = SCRIPT.replace("        with micro:", f"        {waits}\n        with micro:")
+    (members.folder / "train.py").write_text(f"import os, time\n{script}")
+    members.start("coordinator", "coordinator", "--snapshots", str(members.folder / "kept"))
+    address = members.until("coordinator", r"listens at (\S+)\n")
+    members.start("server", "server", "--coordinator", address)
+    members.start("worker", "worker", "--coordinator", address, "train.py")
+    members.until("coordinator", r"(step \d+/)")
+    members.started["server"].kill()
+    members.until("coordinator", r"(waiting for a server: none is left; start one \(rallypoint server --coordinator)")
+    gate.touch()
+    members.start("next", "server", "--coordinator", address)
+    for name in ("coordinator", "worker", "next"):
+        assert members.started[name].wait(PATIENCE_S) == 0, members.said(name)
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_refused_is_told_so_and_why_and_the_job_goes_on(members: Members) -> None:
     (members.folder / "train.py").write_text(SCRIPT.replace("steps=6", "steps=10**9"))
     (members.folder / "other.py").write_text(SCRIPT.replace("steps=6", "steps=7"))

@@ -588,6 +588,24 @@ def test_where_a_job_runs_is_for_its_user_only(tmp_path: Path) -> None:
         read_where(tmp_path)
 
 
+def test_a_coordinator_by_hand_takes_no_orders_also_where_nobody_can_tell_whether_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with coordinated(tmp_path):
+        pass
+    with pytest.raises(DataError, match="no run is under way in"):
+        read_where(tmp_path)
+    monkeypatch.setattr(folders.fcntl, "flock", has_no_locks)
+    with pytest.raises(UsageError, match=r"the coordinator in .* was started by hand"):
+        read_where(tmp_path)
+    write_plan(Launch(worker=("train",), folder=str(tmp_path)))  # a launcher has started it
+    with pytest.raises(DataError, match="no run is under way in"):
+        read_where(tmp_path)
+
+
 def test_a_finished_run_is_not_resumed_and_an_interrupted_one_is(tmp_path: Path) -> None:
     old_run(tmp_path, None)
     refuse_a_finished_run(tmp_path)

@@ -287,6 +287,21 @@ def test_it_says_what_it_waits_for_all_the_way() -> None:
     assert job.machine.waiting_for() is None
 
 
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_run_by_hand_without_a_server_says_that_its_user_has_to_start_one(by_hand: bool) -> None:
+    job = _begun(_terms(servers=1, by_hand=by_hand), ("s0", "w0", "w1"))
+    job.step(1)
+    said = [announced.text for announced in _of(Announce, job.play(Left("s0", "x")))]
+    assert said[:2] == ["s0 is gone: x", "parameters are lost with their servers: going back to the last snapshot"]
+    if by_hand:
+        phrase = "a server: none is left; start one (rallypoint server --coordinator HOST:PORT), unless something "
+        assert said[2:] == [f"waiting for {phrase}restarts it"]
+        assert job.machine.waiting_for() == f"{phrase}restarts it"
+    else:
+        assert said[2:] == []
+        assert job.machine.waiting_for() == "1 more server"
+
+
 def test_with_replication_every_shard_has_a_backup_on_another_host() -> None:
     job = _Job(_terms(1, 3, replication=2))
     job.join("s0", host="a")

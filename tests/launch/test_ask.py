@@ -11,9 +11,20 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core.protocol import Members, Ordered, Pause, Resize, Snapshotted, SnapshotWanted, StepDone
-from rallypoint.errors import LinkError
+from rallypoint.core.protocol import (
+    Members,
+    Ordered,
+    Pause,
+    Planned,
+    Resize,
+    Snapshotted,
+    SnapshotWanted,
+    StepDone,
+    StopWanted,
+)
+from rallypoint.errors import DataError, LinkError, UsageError
 from rallypoint.launch.commands import ask
+from rallypoint.launch.folder import coordinated
 
 
 class Job:
@@ -47,6 +58,8 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Job:
         yield job, job
 
     monkeypatch.setattr(ask, "_asking", asking)
+    monkeypatch.setattr(ask, "read_where", lambda run: None)
+    monkeypatch.setattr(ask, "read_plan", lambda run: SimpleNamespace(workers=(1, 4), replication=1))
     monkeypatch.setattr(ask, "time", job)
     return job
 
@@ -69,8 +82,7 @@ def test_a_snapshot_whose_answer_was_lost_with_the_coordinator_ends_though_steps
 
 
 @pytest.mark.parametrize("job", [()], indirect=True)
-def test_a_resize_that_nobody_announces_ends_though_steps_go_on(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "read_plan", lambda run: SimpleNamespace(workers=(1, 4), replication=1))
+def test_a_resize_that_nobody_announces_ends_though_steps_go_on(job: Job) -> None:
     with pytest.raises(LinkError, match="not resized within 600 s"):
         ask.resize(Path("run"), 2, 0, lambda said: None)
     assert job.sent == [Resize(2, 0)]
@@ -91,12 +103,45 @@ def test_a_snapshot_is_asked_for_again_when_the_coordinator_dies_before_it_answe
 
 
 @pytest.mark.parametrize("job", [(BROKEN, WHOLE, Members("2.1", ("worker0",), (), ("server0",)))], indirect=True)
-def test_a_resize_is_asked_for_again_when_the_coordinator_dies_before_it_counts(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ask, "read_plan", lambda run: SimpleNamespace(workers=(1, 4), replication=1))
+def test_a_resize_is_asked_for_again_when_the_coordinator_dies_before_it_counts(job: Job) -> None:
     assert ask.resize(Path("run"), 1, 0, lambda said: None).endswith("1 worker and 1 server")
     assert job.sent == [Resize(1, 0), Resize(1, 0)]
+
+
+def planned(replicas: int) -> Planned:
+    return Planned(100, replicas, "samples", 93, 3, ("worker0",), ("server0",))
+
+
+STANDS_BY = Members("1.3", ("worker0",), ("mine",), ("server0",))
+WARMS = Members("1.4", ("worker0",), ("mine",), ("server0",), warming=("mine",))
+
+
+@pytest.mark.parametrize("job", [(planned(8), STANDS_BY, WARMS)], indirect=True)
+def test_a_resize_waits_until_a_worker_that_stood_by_takes_part(job: Job) -> None:
+    """It was added by hand. The first news are of before the order."""
+    said = list[str]()
+    assert ask.resize(Path("run"), 2, 1, said.append).endswith(": 2 workers and 1 server")
+    assert said == ["waiting for 1 worker to compute"]
+
+
+@pytest.mark.parametrize("job", [(planned(1), STANDS_BY), (planned(1), WARMS)], indirect=True)
+def test_a_resize_to_more_workers_than_replicas_says_why_some_stand_by(job: Job) -> None:
+    answer = ask.resize(Path("run"), 2, 0, lambda said: None)
+    assert answer.endswith(": 1 worker and 1 server; the others stand by: the job has 1 replica")
+
+
+def test_who_gives_orders_to_a_run_by_hand_hears_what_to_do_instead(tmp_path: Path) -> None:
+    orders = (
+        lambda: ask.order(tmp_path, StopWanted("enough"), print), lambda: ask.resize(tmp_path, 2, 0, print),
+        lambda: ask.take_snapshot(tmp_path, print), lambda: ask.order(tmp_path, Pause(), print),
+    )  # fmt: skip
+    with coordinated(tmp_path):
+        for give in orders:
+            with pytest.raises(UsageError, match=r"was started by hand: Ctrl-C \(SIGINT\) at it ends the job for all"):
+                give()
+    for give in orders:
+        with pytest.raises(DataError, match="no run is under way in"):
+            give()
 
 
 @pytest.mark.parametrize("job", [(BROKEN, WHOLE, SAID)], indirect=True)

@@ -33,6 +33,14 @@ def test_the_same_line_is_written_once_in_a_while(
     ]  # fmt: skip
 
 
+def test_of_lines_that_were_left_out_at_last_one_is_shown(lines: Sparingly, caplog: pytest.LogCaptureFixture) -> None:
+    """Other lines come between: `done: ...` of a coordinator, say."""
+    for port in range(3):
+        lines.warn(f"h:{port} has said nothing", key="h has said nothing")
+    lines.close()
+    assert caplog.messages == ["h:0 has said nothing", "2 more such lines, the last: h:2 has said nothing"]
+
+
 def test_lines_stay_lines_and_command_no_terminal() -> None:
     assert printable_lines("one\x1b[2J\ntwo" + "o" * 1000) == "one\\x1b[2J\ntwo" + "o" * 1000
 

@@ -40,6 +40,11 @@ def printable(text: str, longest: int = LONGEST_LINE) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
+def counted(number: int, what: str) -> str:
+    """``1 worker``, ``2 workers``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def unnamed(figures: Mapping[Any, object]) -> str:
     """What is wrong with the names of these figures, or with their number, as the end of a sentence; "" if nothing."""
     if len(figures) > MOST_METRICS:

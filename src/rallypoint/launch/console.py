@@ -37,6 +37,7 @@ from rallypoint.core.protocol import (
     Waiting,
 )
 from rallypoint.core.shard.clip import phrase
+from rallypoint.core.typed import counted
 from rallypoint.errors import StartAgain
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.plan import Launch
@@ -514,9 +515,9 @@ class RunConsole:
             return
         replica = "contributor" if plan.loss == "never" else "replica"
         self.console.print(
-            f"[bold]{_millions(plan.words)}[/bold] parameters in {_count(plan.shards, 'shard')} on "
-            f"{_count(len(plan.servers), 'server')}; {_count(plan.replicas, replica)} on "
-            f"{_count(min(len(plan.workers), plan.replicas), 'worker')}; {_count(plan.steps, 'step')}"
+            f"[bold]{_millions(plan.words)}[/bold] parameters in {counted(plan.shards, 'shard')} on "
+            f"{counted(len(plan.servers), 'server')}; {counted(plan.replicas, replica)} on "
+            f"{counted(min(len(plan.workers), plan.replicas), 'worker')}; {counted(plan.steps, 'step')}"
         )
         if self.console.is_terminal:
             columns = _columns(self.console.width, loss=plan.loss != "never")
@@ -528,7 +529,7 @@ class RunConsole:
 
     def _sums_begin(self, plan: Planned) -> None:
         self.console.print(
-            f"sums of {_count(len(plan.workers), 'worker')} on {_count(len(plan.servers), 'server')}; the scripts "
+            f"sums of {counted(len(plan.workers), 'worker')} on {counted(len(plan.servers), 'server')}; the scripts "
             "decide when they end"
         )
         if self.console.is_terminal:
@@ -605,10 +606,6 @@ class RunConsole:
         seconds = self._recent[-1][0] - self._recent[0][0]
         items = sum(count for _, count in list(self._recent)[1:])
         return f"  {items / max(seconds, 1e-9):,.0f} {item}/s"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _millions(number: int) -> str:

@@ -319,9 +319,33 @@ def token_file(folder: Path, where: Where) -> Iterator[str]:
             own.unlink(name)
 
 
+def is_held(path: Path, *, unknown: bool = False) -> bool:
+    """True if a process has this lock; `unknown` if there is the file, and its file system has no locks."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return unknown
+    finally:
+        os.close(fd)
+    return False
+
+
 def read_where(folder: Path) -> Where:
-    """Return the address of the job that runs in this folder. Raises DataError when none runs."""
+    """Return the address of the job that runs in this folder. Raises DataError when none runs, UsageError when its
+    coordinator was started by hand: it takes no orders from a folder."""
     try:
         return msgspec.json.decode(read_file(folder / CLUSTER_FILE), type=Where)
     except (OSError, msgspec.DecodeError):
+        if is_held(folder / COORDINATOR_LOCK, unknown=True) and not (folder / RUN_FILE).exists():
+            raise UsageError(
+                f"orders are for runs that Rallypoint started, and the coordinator in {folder} was started by hand: "
+                "Ctrl-C (SIGINT) at it ends the job for all, SIGTERM ends it alone, for the next one. To change the "
+                "number of members, start servers and workers, or send them SIGTERM"
+            ) from None
         raise DataError(f"no run is under way in {folder}") from None

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 
-from rallypoint.core.typed import printable
+from rallypoint.core.typed import counted, printable
 
 log = logging.getLogger("rallypoint")
 
@@ -73,12 +73,13 @@ class Sparingly:
     def __init__(self, burst: int = 10, every_s: float = 10.0, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._allowance = clock, Allowance(burst, every_s, clock())
         self._written: dict[Hashable, float] = {}  # keys, and when; the last `_MOST_KEYS`
+        self._last = ""  # the last line, written or left out
         self._lock = threading.Lock()
 
     def warn(self, text: str, key: Hashable = None) -> None:
         """Log this line, or only count it."""
         with self._lock:
-            now = self._clock()
+            now, self._last = self._clock(), text
             if now - self._written.get(key, -math.inf) < _SAME_S:
                 self._allowance.omitted += 1
                 return
@@ -86,7 +87,7 @@ class Sparingly:
                 return
             self._note(key, now)
             omitted, self._allowance.omitted = self._allowance.omitted, 0
-        log.warning("%s%s", printable(text), f" ({_more(omitted)} before)" if omitted else "")
+        log.warning("%s%s", printable(text), f" ({counted(omitted, 'more such line')} before)" if omitted else "")
 
     def _note(self, key: Hashable, now: float) -> None:
         if key is not None:
@@ -96,12 +97,8 @@ class Sparingly:
                 del self._written[next(iter(self._written))]
 
     def close(self) -> None:
-        """Say how many lines were left out at last."""
+        """Say how many lines were left out at last, and the last of them: nothing beside it tells what they are."""
         with self._lock:
             omitted, self._allowance.omitted = self._allowance.omitted, 0
         if omitted:
-            log.warning("%s", _more(omitted))
-
-
-def _more(count: int) -> str:
-    return f"{count} more such line{'s' * (count != 1)}"
+            log.warning("%s, the last: %s", counted(omitted, "more such line"), printable(self._last))

@@ -127,6 +127,11 @@ def begun_by(state: ClusterState | None, command: str) -> bool:
     return state is not None and state.begun_by == command != "" and not isinstance(state.last_word, Abort)
 
 
+NO_SERVER = (
+    "a server: none is left; start one (rallypoint server --coordinator HOST:PORT), unless something restarts it"
+)
+
+
 def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, servers: int) -> str | None:
     """A phrase for what the whole job waits for (I8); None when it only waits for the step in progress.
 
@@ -138,6 +143,8 @@ def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, se
             missing = [*_missing(servers - here, "server"), *_missing(workers - len(members.workers), "worker")]
             silent = sorted(members.workers.keys() - members.proposed.keys())
             return " and ".join(missing) if missing else f"the model of {', '.join(silent)}"
+        case Phase.RECOVERING if terms.by_hand and not here:
+            return NO_SERVER
         case Phase.RECOVERING:
             return " and ".join(_missing(1 - here, "server")) or "a snapshot to go back to"
         case Phase.RUNNING if able < terms.workers_min:

@@ -18,7 +18,7 @@ from rallypoint.core.cluster.effects import (
 )
 from rallypoint.core.cluster.evaluations import lease_noted, rolled_back, wanted_lease
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
-from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.state import NO_SERVER, Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.placing.assigner import Assigner
 from rallypoint.core.placing.links import said_of
@@ -271,13 +271,15 @@ class Succession:
             return self.new_generation("")
         self.snapshots.duty.abandon()
         course.phase = Phase.RECOVERING
+        alone = course.terms.by_hand and before is Phase.RUNNING and not course.members.servers
+        more = [Announce(f"waiting for {NO_SERVER}")] if alone else []
         match course.recovery.plan(course.members, course.active(), computing):
             case Wait():
-                return []
+                return [*more]
             case FromSnapshot(lost=lost):
                 if before is Phase.RUNNING:
                     course.tuned_period.went_back()
-                return [*([Announce(why or lost)] if before is Phase.RUNNING else []), FindSnapshot()]
+                return [*([Announce(why or lost)] if before is Phase.RUNNING else []), *more, FindSnapshot()]
             case FromWorker(uploader=uploader, version=version):
                 course.phase, course.furthest = Phase.RUNNING, version - 1
                 return self.new_generation("", uploader=uploader, ending=ending)

@@ -50,6 +50,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         begun_by: the command that has started this coordinator, if it says --resume and may be given again while the
             job goes on: by a person, or by what keeps a coordinator running. "": a launcher's, which begins a job with
             it each time.
+        by_hand: no launcher has started this coordinator, so maybe nobody starts a server in place of a dead one.
         earlier: how many coordinators of this job were started before this one, as far as its launcher knows. So no two
             have the same epoch, even if the journal could not be written (I10). If there were any, `workers_max` is the
             size that was announced last.
@@ -70,6 +71,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_tuned: bool = False
     snapshots: bool = False
     begun_by: str = ""
+    by_hand: bool = False
     earlier: int = 0
     topology: Topology = Topology()
     measure_links: bool = False

@@ -16,10 +16,12 @@ from rallypoint.core.protocol import (
     Members,
     Message,
     Ordered,
+    Planned,
     Resize,
     Snapshotted,
     SnapshotWanted,
 )
+from rallypoint.core.typed import counted
 from rallypoint.errors import ConfigError, JobAborted, LinkError, RallypointError, UsageError
 from rallypoint.launch.access import transport_of
 from rallypoint.launch.folder import read_where
@@ -51,23 +53,24 @@ def take_snapshot(run: Path, say: Say) -> str:
     of a dead one is asked again. Raises DataError when nothing runs there, LinkError after 10 minutes, and when there
     is no coordinator for a minute.
     """
-    with _asking(run, "snapshot") as (link, answers):
-        link.send(SnapshotWanted())
-        for answer in _within(answers, _PATIENCE_S, "no snapshot", say, lambda: link.send(SnapshotWanted())):
-            match answer:
-                case Snapshotted(snapshot=snapshot, version=version, nbytes=nbytes, seconds=seconds):
-                    return f"{snapshot}: version {version}, {nbytes / 1e6:.1f} MB in {seconds:.2f} s"
-                case _:
-                    pass
-    raise AssertionError("_within ends with an error")
+
+    def taken(answer: Message) -> str:
+        if not isinstance(answer, Snapshotted):
+            return ""
+        stored = f"version {answer.version}, {answer.nbytes / 1e6:.1f} MB in {answer.seconds:.2f} s"
+        return f"{answer.snapshot}: {stored}"
+
+    return _answered(run, SnapshotWanted(), _PATIENCE_S, "no snapshot", say, taken)
 
 
 def resize(run: Path, workers: int, servers: int, say: Say) -> str:
     """Let the run in this folder continue with so many workers and servers (0: as many as now).
 
-    Waits until that is done, and returns a sentence. Meanwhile `say` gets what is still missing. Raises DataError when
-    no job runs there, ConfigError for an impossible number, LinkError after 10 minutes: the request stands.
+    Waits until that is done, and returns a sentence. Meanwhile `say` gets what is still missing. A worker that fetches
+    the parameters counts as one that computes; more workers than replicas need not compute. Raises DataError when no
+    job runs there, ConfigError for an impossible number, LinkError after 10 minutes: the request stands.
     """
+    read_where(run)  # who runs it by hand hears that first: such a run has no plan
     plan = read_plan(run)
     if 0 < workers < plan.workers[0]:
         raise ConfigError(
@@ -75,22 +78,25 @@ def resize(run: Path, workers: int, servers: int, say: Say) -> str:
         )
     if 0 < servers < plan.replication:
         raise ConfigError(f"{run} keeps every shard on {plan.replication} servers: it needs at least so many")
-    began, said = time.monotonic(), ""
-    with _asking(run, "resize") as (link, answers):
-        link.send(Resize(workers, servers))
-        for answer in _within(answers, _PATIENCE_S, "not resized", say, lambda: link.send(Resize(workers, servers))):
-            if not isinstance(answer, Members):
-                continue
-            missing = _missing(answer, workers, servers)
-            if not missing:
-                takes_part = len(answer.workers) + len(answer.warming)
-                here = _counted(takes_part, len(answer.servers))
-                idle = "; the others stand by for now" if takes_part < workers else ""
-                return f"done in {time.monotonic() - began:.1f} s: {here}{idle}"
+    began, said, replicas = time.monotonic(), "", workers
+
+    def done(answer: Message) -> str:
+        nonlocal said, replicas
+        if isinstance(answer, Planned):
+            replicas = answer.replicas
+        if not isinstance(answer, Members):
+            return ""
+        if missing := _missing(answer, workers, servers, replicas):
             if missing != said:
                 say(f"waiting for {missing}")
-                said = missing
-    raise AssertionError("_within ends with an error")
+            said = missing
+            return ""
+        take_part = min(len(answer.workers) + len(answer.warming), replicas)
+        here = f"{counted(take_part, 'worker')} and {counted(len(answer.servers), 'server')}"
+        idle = f"; the others stand by: the job has {counted(replicas, 'replica')}" if take_part < workers else ""
+        return f"done in {time.monotonic() - began:.1f} s: {here}{idle}"
+
+    return _answered(run, Resize(workers, servers), _PATIENCE_S, "not resized", say, done)
 
 
 def order(run: Path, wanted: AnyOrder, say: Say) -> str:
@@ -98,54 +104,56 @@ def order(run: Path, wanted: AnyOrder, say: Say) -> str:
 
     Raises DataError when nothing runs there, UsageError when the coordinator refuses.
     """
-    with _asking(run, "order") as (link, answers):
-        link.send(wanted)
-        for answer in _within(answers, _ORDER_S, "no answer", say, lambda: link.send(wanted)):
-            if isinstance(answer, Ordered) and answer.kind == type(wanted).__name__:
-                if answer.refused:
-                    raise UsageError(answer.text)
-                return answer.text
-    raise AssertionError("_within ends with an error")
+
+    def followed(answer: Message) -> str:
+        if not isinstance(answer, Ordered) or answer.kind != type(wanted).__name__:
+            return ""
+        if answer.refused:
+            raise UsageError(answer.text)
+        return answer.text
+
+    return _answered(run, wanted, _ORDER_S, "no answer", say, followed)
 
 
-def _within(answers: Answers, seconds: float, otherwise: str, say: Say, again: Callable[[], None]) -> Iterator[Message]:
-    """Yield the coordinator's messages of so many seconds, then raise LinkError. The job's own messages keep coming
-    though the answer does not, when the coordinator was killed before it could send it: `again` asks the next one."""
+def _answered(
+    run: Path, wanted: Message, seconds: float, otherwise: str, say: Say, told: Callable[[Message], str]
+) -> str:
+    """Ask, and return the first text of `told`, which gets each of the coordinator's messages; LinkError after so many
+    seconds. The job's own messages keep coming though the answer does not, when the coordinator was killed before it
+    could send it: the next one is asked again."""
     deadline, said = time.monotonic() + seconds, False
-    while True:
-        answer = _next(answers, otherwise, seconds, max(0.0, deadline - time.monotonic()))
-        if not isinstance(answer, _MemberLink):
-            yield answer
-        elif answer is _MemberLink.WHOLE:
-            again()
-            say(_AGAIN)
-            said = False
-        elif not said:
-            say(_AWAY)
-            said = True
+    with _asking(run, type(wanted).__name__) as (link, answers):
+        link.send(wanted)
+        while True:
+            answer = _next(answers, otherwise, seconds, max(0.0, deadline - time.monotonic()))
+            if not isinstance(answer, _MemberLink):
+                if text := told(answer):
+                    return text
+            elif answer is _MemberLink.WHOLE:
+                link.send(wanted)
+                say(_AGAIN)
+                said = False
+            elif not said:
+                say(_AWAY)
+                said = True
 
 
-def _missing(now: Members, workers: int, servers: int) -> str:
+def _missing(now: Members, workers: int, servers: int, replicas: int) -> str:
     """Return what does not match the request yet, as a phrase; "" when everything does."""
     able, computing, here = len(now.workers) + len(now.standby), len(now.workers), len(now.servers)
+    idle = min(workers, replicas) - computing - len(now.warming)
     missing = []
     if workers and able < workers:
-        missing.append(f"{_count(workers - able, 'worker')} to join")
+        missing.append(f"{counted(workers - able, 'worker')} to join")
+    elif workers and idle > 0:
+        missing.append(f"{counted(idle, 'worker')} to compute")
     if workers and computing > workers:
-        missing.append(f"{_count(computing - workers, 'worker')} to leave")
+        missing.append(f"{counted(computing - workers, 'worker')} to leave")
     if servers and here < servers:
-        missing.append(f"{_count(servers - here, 'server')} to join")
+        missing.append(f"{counted(servers - here, 'server')} to join")
     if servers and here > servers:
-        missing.append(f"{_count(here - servers, 'server')} to hand over")
+        missing.append(f"{counted(here - servers, 'server')} to hand over")
     return " and ".join(missing)
-
-
-def _counted(workers: int, servers: int) -> str:
-    return f"{_count(workers, 'worker')} and {_count(servers, 'server')}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ import msgspec
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.protocol import Aborted, Finished, Message, Release, SnapshotWanted
-from rallypoint.errors import ConfigError, LinkError, RallypointError, UsageError, how_it_ended, meant
+from rallypoint.core.typed import counted
+from rallypoint.errors import ConfigError, LinkError, UsageError, how_it_ended, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, access_of
 from rallypoint.launch.commands.resume import command_of, start_of
@@ -118,7 +119,7 @@ def run_coordinator(
             stack.enter_context(_told_to_go(about.folder))
         if about.folder:
             stack.enter_context(coordinated(Path(about.folder)))
-        terms = msgspec.structs.replace(terms, begun_by=command_of(resume, about) if by_hand else "")
+        terms = msgspec.structs.replace(terms, begun_by=command_of(resume, about) if by_hand else "", by_hand=by_hand)
         start, changes = start_of(resume, about, terms.begun_by)
         figures = JobFigures(terms, time.time())
         service = CoordinatorService(
@@ -143,7 +144,7 @@ def run_coordinator(
                 "so. For a new job name another --folder, or empty this one"
             )
         elif by_hand:
-            servers, workers = _count(terms.servers, "server"), _count(terms.workers_start, "worker")
+            servers, workers = counted(terms.servers, "server"), counted(terms.workers_start, "worker")
             say(f"waiting for {servers} and {workers}")
         if by_hand:
             console, link, told = stack.enter_context(shown(where, access.transport))
@@ -363,18 +364,11 @@ def shown(
             told.set()
 
     me = Identity("observer", "console", role_token(where.token, "observer"))
-    link = CoordinatorLink(transport=transport, address=where.coordinator, me=me, handlers=Handlers(show, _ended))
+    closed = Handlers(show, lambda error: None)  # the coordinator closes an observer's link when the job is over
+    link = CoordinatorLink(transport=transport, address=where.coordinator, me=me, handlers=closed)
     link.start()
     try:
         yield console, link, told
     finally:
         link.close()
         console.close()
-
-
-def _ended(error: RallypointError) -> None:
-    """Do nothing: the coordinator closes the observer's link when the job is over."""
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -12,12 +12,12 @@ import enum
 import itertools
 import os
 import platform
+import resource
 import shutil
 import signal
 import socket
 import statistics
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -34,7 +34,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rallypoint.core.protocol import Hello, Welcome
-from rallypoint.core.typed import Count, Name, Seconds, printable
+from rallypoint.core.typed import Count, Name, Seconds, counted, printable
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError, UnprovenPeer
 from rallypoint.launch.access import Access
 from rallypoint.net.channel import Channel
@@ -154,10 +154,6 @@ def _processor() -> str:
 
 
 def _files() -> int:
-    if sys.platform == "win32":
-        return 0
-    import resource
-
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 53 if soft == resource.RLIM_INFINITY else soft
 
@@ -248,7 +244,7 @@ def of_machine(facts: MachineFacts) -> list[Advice]:
 
 
 def _unused(facts: MachineFacts) -> Advice:
-    listed = f"{facts.host}: the driver lists {_count(len(facts.gpus), 'GPU')}, torch can use {facts.gpus_seen}"
+    listed = f"{facts.host}: the driver lists {counted(len(facts.gpus), 'GPU')}, torch can use {facts.gpus_seen}"
     if not facts.cuda:
         return Advice(Level.WARNING, listed, "this torch is a CPU build: install one for CUDA to train on them")
     driver = facts.gpus[0].driver
@@ -279,7 +275,7 @@ def of_cluster(machines: Sequence[MachineFacts]) -> list[Advice]:
     for what, level, value, todo in _SAME:
         hosts = Counter(value(facts) for facts in machines)
         if len(hosts) > 1:
-            groups = ", ".join(f"{name or 'none'} ({_count(count, 'machine')})" for name, count in hosts.most_common())
+            groups = ", ".join(f"{name or 'none'} ({counted(count, 'machine')})" for name, count in hosts.most_common())
             found.append(Advice(level, f"different {what}: {groups}", todo))
     clocks = [facts.clock for facts in machines]
     if clocks and max(clocks) - min(clocks) > _CLOCKS_S:
@@ -325,10 +321,6 @@ def of_space(where: str, free: int, rate: str) -> list[Advice]:
 def bits(rate: float) -> str:
     """A rate in bytes a second as people name a link's: "941 Mbit/s"."""
     return f"{8e-9 * rate:.1f} Gbit/s" if rate >= 1.25e9 else f"{8e-6 * rate:.0f} Mbit/s"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 NAME = "doctor"
@@ -473,21 +465,12 @@ class ProbeLink:
             self._channel.send(Header(Kind.STATE, length=len(_PIECE)), memoryview(_PIECE), sent.release)
             if self._channel.fault is not None:
                 break
-        arrived = self._ask_behind(AskArrived(), BytesArrived)
+        arrived = self._ask(AskArrived(), BytesArrived, urgent=False)  # behind the bulk, not before it
         rate = arrived.nbytes / arrived.seconds if arrived.seconds else 0.0
         return LinkMeasured(statistics.median(took), rate)
 
-    def _ask_behind(self, word: _Word, kind: type[BytesArrived]) -> BytesArrived:
-        """Ask behind the bulk, not before it."""
-        data = msgspec.msgpack.encode(word)
-        self._channel.send(Header(Kind.CONTROL, length=len(data)), memoryview(data))
-        return self._answer(kind)
-
-    def _ask(self, word: _Word, kind: type[_T]) -> _T:
-        _say(self._channel, word)
-        return self._answer(kind)
-
-    def _answer(self, kind: type[_T]) -> _T:
+    def _ask(self, word: _Word, kind: type[_T], *, urgent: bool = True) -> _T:
+        _say(self._channel, word, urgent=urgent)
         answer = _word_of(self._channel, self._channel.receive_header())
         if not isinstance(answer, kind):
             raise ProtocolError(f"{self.address} answered with {type(answer).__name__}")
@@ -508,9 +491,9 @@ def _admit(hello: Hello) -> Welcome:
     return Welcome()
 
 
-def _say(channel: Channel, word: _Word) -> None:
+def _say(channel: Channel, word: _Word, *, urgent: bool = True) -> None:
     data = msgspec.msgpack.encode(word)
-    channel.send(Header(Kind.CONTROL, length=len(data)), memoryview(data), urgent=True)
+    channel.send(Header(Kind.CONTROL, length=len(data)), memoryview(data), urgent=urgent)
 
 
 def _word_of(channel: Channel, header: Header) -> object:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from signal import Signals
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
 from rallypoint.errors import StartAgain, UsageError, meant
 from rallypoint.launch.plan import Launch
@@ -125,6 +124,13 @@ class Cluster(Protocol):
 
     notices: ClassVar[tuple[Signals, ...]] = ()
 
+    def __enter__(self) -> Self:
+        """In the body processes may be started; at its end none is left."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     @classmethod
     def run_again(cls) -> str:
         """Ask the engine to run this job again, after a notice. Returns what to tell the user, "" if nothing.
@@ -175,37 +181,21 @@ def kind_of(engine: str) -> type[Cluster]:
     return LocalCluster
 
 
-@contextlib.contextmanager
-def cluster_of(plan: Launch, say: Callable[[str], None]) -> Iterator[Cluster]:
-    """While in the body, the cluster that the plan names. At the end of the body none of its processes is left.
+def cluster_of(plan: Launch, say: Callable[[str], None]) -> Cluster:
+    """Return the cluster that the plan names, to be entered.
 
     `say` gets a sentence about each machine that cannot be used.
     """
-    check_engine(plan.engine)
+    kind: Callable[..., Cluster] = kind_of(plan.engine)
     match plan.engine:
         case "ray":
-            from rallypoint.launch.engines.ray import RayCluster
-
-            with RayCluster(
+            return kind(
                 plan.address or "auto", folder=plan.folder, snapshots=plan.snapshots, servers=plan.servers,
                 cpus=plan.threads_at_first, gpus=plan.gpus, say=say,
-            ) as nodes:  # fmt: skip
-                yield nodes
-        case "ssh":
-            from rallypoint.launch.engines.remote import SshCluster
-
-            with SshCluster(plan, say) as machines:
-                yield machines
-        case "slurm":
-            from rallypoint.launch.engines.slurm import SlurmCluster
-
-            with SlurmCluster(plan, say) as nodes:
-                yield nodes
-        case _:
-            from rallypoint.launch.engines.local import LocalCluster
-
-            with LocalCluster(gpus=devices_of(os.environ)) as cluster:
-                yield cluster
+            )  # fmt: skip
+        case "local":
+            return kind(gpus=devices_of(os.environ))
+    return kind(plan, say)
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -137,12 +137,6 @@ class LocalCluster(Cluster):
         self._lifeline: tuple[int, int] | None = os.pipe()
         self._memory = MemoryKills()
 
-    def __enter__(self) -> LocalCluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
     def start(self, command: Command, output: Callable[[str], None]) -> LocalProcess:
         """Start a process; see `Cluster.start`. Raises UsageError when there is no such program."""
         if self._lifeline is None:

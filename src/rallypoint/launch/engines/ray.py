@@ -246,9 +246,8 @@ def connect(address: str) -> None:
     with _own_handlers():
         try:
             if address == "local":
-                ray.init(address="local", include_dashboard=False, **options)
-            else:
-                ray.init(address=address, **options)
+                options["include_dashboard"] = False
+            ray.init(address=address, **options)
         except ray.exceptions.AuthenticationError as error:
             raise UsageError(
                 "the Ray cluster wants its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN unless it is in "
@@ -380,12 +379,6 @@ class RayCluster(Cluster):
         self._looked = 0.0
         self._watch = threading.Thread(target=self._look_after, name="processes on Ray", daemon=True)
         self._watch.start()
-
-    def __enter__(self) -> RayCluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
 
     def start(self, command: Command, output: Callable[[str], None]) -> RayProcess:
         """Start a process; see `Cluster.start`. It waits until a node has room for it."""

@@ -357,9 +357,6 @@ class RemoteCluster(Cluster):
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
     def start(self, command: Command, output: Callable[[str], None]) -> RemoteProcess:
         """Start a process; see `Cluster.start`. Raises UsageError when no host takes its role."""
         if self._ended:

@@ -26,7 +26,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature
 from rallypoint.core.sums import DIGEST_BYTES, dense_shards, pieces_of
-from rallypoint.core.typed import printable
+from rallypoint.core.typed import counted, printable
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.kept_code import CODE, refuse_others_script, refuse_others_words, worker_argv
@@ -305,7 +305,7 @@ def replay(run: Path, wanted: ReplayWanted, say: Callable[[str], None]) -> Repla
     argv = _argv(plan, run, say, current=wanted.current)
     state = kept_state(run)
     reductions = _reductions(manifest, run, state)
-    say(f"from snapshot {printable(manifest.id)}: {_steps(step - manifest.version)} to step {step}")
+    say(f"from snapshot {printable(manifest.id)}: {counted(step - manifest.version, 'step')} to step {step}")
     with tempfile.TemporaryDirectory(prefix="rallypoint-replay-") as folder:
         task = ReplayTask(
             snapshots=_place(plan.snapshots), snapshot=manifest.id, step=step, settings=_settings(manifest.job),
@@ -442,10 +442,6 @@ def _other_loss(then: dict[int, float], now: dict[int, float], steps: range) -> 
 
 def _text(losses: dict[int, float], step: int) -> str:
     return repr(losses[step]) if step in losses else ""
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'s' * (count != 1)}"
 
 
 class Spike(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.metadata
 import os
 import platform
@@ -27,7 +26,7 @@ from rallypoint.coordinator.journal import kept_state
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.engines.cluster import Exit
-from rallypoint.launch.folder import CONSOLE, CONSOLE_BEFORE, COORDINATOR_LOCK, LOCK, REPORTS, read_where
+from rallypoint.launch.folder import CONSOLE, CONSOLE_BEFORE, COORDINATOR_LOCK, LOCK, REPORTS, is_held, read_where
 from rallypoint.launch.observing.redaction import Redaction, secrets_among, secrets_in
 from rallypoint.launch.observing.stacks import ProcessStacks, processes_of
 from rallypoint.launch.options import options_of
@@ -98,7 +97,7 @@ def picture_of(folder: Path, *, ask: bool) -> Picture:
 
 def is_running(folder: Path) -> bool:
     """True if a launcher or a coordinator on this machine runs the run in this folder."""
-    return _held(folder / LOCK) or _held(folder / COORDINATOR_LOCK)
+    return is_held(folder / LOCK) or is_held(folder / COORDINATOR_LOCK)
 
 
 @contextlib.contextmanager
@@ -134,23 +133,6 @@ def tail(path: Path, most: int) -> bytes:
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
         return file.read(most)
-
-
-def _held(path: Path) -> bool:
-    """True if a process has this lock."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return False
 
 
 def config_of(state: ClusterState | None) -> dict[str, Any]:
