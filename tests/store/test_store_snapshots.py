@@ -408,7 +408,7 @@ class BadDisk:
 @pytest.mark.parametrize(
     ("of", "what"),
     [
-        (".shards", "cat_file"), (".shards", "info"), ("manifest.json", "cat_file"), ("manifest.json", "info"),
+        (".shards", "cat_file"), (".shards", "info"), ("manifest.json", "cat_file"), ("-00000002-1", "info"),
         ("latest", "cat_file"),
     ],
 )
@@ -432,7 +432,7 @@ def test_what_cannot_be_looked_at_is_not_taken_for_missing(tmp_path: Path, monke
     info = LocalFileSystem.info
 
     def refuse(fs: LocalFileSystem, path: str, **options: Any) -> Any:
-        if path.endswith("manifest.json"):
+        if path.endswith("-00000001-1"):
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return info(fs, path, **options)
 

@@ -106,14 +106,6 @@ class Files:
         """Return a file's size in bytes."""
         return int(self._fs.info(self._full(path))["size"])
 
-    def exists(self, path: str) -> bool:
-        """Return whether it is there. (fsspec's own `exists` says False of what a failing disk cannot tell.)"""
-        try:
-            self._fs.info(self._full(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
-
     def names(self, folder: str = "") -> list[str]:
         """Return the names of the files and folders directly in `folder`; none when it does not exist."""
         full = self._full(folder)

@@ -374,10 +374,10 @@ class SnapshotStore:
             return sorted((name for name in self._files.names() if age(name) is not None), key=order)
 
     def _is_committed(self, snapshot_id: str) -> bool:
-        """Whether it has a manifest. Of one that the disk cannot read, `load` says so."""
+        """Whether it has a manifest. Of what the disk cannot read `load` says so; fsspec's `exists` would say False."""
         try:
             with self._reading(snapshot_id, _MANIFEST):
-                return read_again(lambda: self._files.exists(f"{snapshot_id}/{_MANIFEST}"))
+                return _MANIFEST in read_again(lambda: self._files.names(snapshot_id))
         except DamagedSnapshot:
             return True
 
