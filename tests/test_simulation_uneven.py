@@ -55,4 +55,4 @@ def test_plans_are_played_again_as_what_they_are() -> None:
 @pytest.mark.slow
 def test_a_shard_that_moves_before_its_new_home_has_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_change, "all", lambda _: True, raising=False)
-    first_failure(Uneven(), range(12))
+    first_failure(Uneven(), range(60))

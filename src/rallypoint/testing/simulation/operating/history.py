@@ -157,8 +157,10 @@ class _Checked:
         what = f"accepts version {version} of shard {shard} from {entry.other}, which sent it in view {sent}"
         if sent < generation:
             return f"{what}; the generation is {generation}"
+        has = self._has.setdefault((entry.who, generation), {})
+        has[shard] = max(version, has.get(shard, -1))
         if self._views[sent].generation > generation:
-            return ""  # it has not heard of a roll-back yet: nothing that it makes of this counts anywhere
+            return ""  # it has not heard of a roll-back yet: what it makes of this is stale, which `_hears` checks
         newer = self._views[max(sent, view.number)]
         aggregator = view.aggregator(entry.who)
         if entry.other not in (newer.primary[shard], "" if aggregator is None else aggregator.id):
@@ -169,8 +171,6 @@ class _Checked:
         if entry.other in view.primary.values() and entry.other != leads and sent < begun and version > base:
             return f"{what}; {leads} publishes it from view {begun} on, and had version {base} then"
         self._seen[generation, shard] = max(version, self._seen.get((generation, shard), -1))
-        has = self._has.setdefault((entry.who, generation), {})
-        has[shard] = max(version, has.get(shard, -1))
         return ""
 
     def _pushes(self, entry: Noted, view: View, generation: ViewNumber) -> str:
