@@ -32,12 +32,13 @@ _MAY_CHANGE = {
 }
 
 
-# Hypothesis fails an example that takes 200 ms: beside other tests on two cores any may.
-hypothesis.settings.register_profile("busy", deadline=None)
-hypothesis.settings.load_profile("busy")
+# The same examples each time. Hypothesis fails one that takes 200 ms: beside other tests on two cores any may.
+hypothesis.settings.register_profile("all", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("not slow", deadline=None, derandomize=True, max_examples=25)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("not slow" if "not slow" in config.option.markexpr else "all")
     # An exception that ends a thread unseen is a failure of the test that ran it.
     config.addinivalue_line("filterwarnings", "error::pytest.PytestUnhandledThreadExceptionWarning")
     # A shell that starts the tests in the background has them ignore Ctrl-C and Ctrl-\, and so all that they start.

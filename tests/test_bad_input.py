@@ -89,7 +89,7 @@ def events(tmp_path: Path) -> list[dict[str, object]]:
 # ---- before anything is started --------------------------------------------------------------------------------
 
 
-@pytest.mark.some("export *", "run --bind 203*", "run --config*", "run .-", "train bert-", "worker-")
+@pytest.mark.some("export *", "run .-", "worker-")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -129,6 +129,7 @@ def test_a_wrong_command_is_one_sentence(arguments: tuple[str, ...], sentence: s
     assert outcome.tracebacks == 0
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_sentence(run: Callable[..., Outcome]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -166,6 +167,7 @@ def test_two_models_in_one_job_are_told_apart_by_their_first_difference(run: Cal
     assert outcome.tracebacks == 0
 
 
+@pytest.mark.slow
 def test_two_data_sets_of_one_length_are_told_apart_by_a_sample(run: Callable[..., Outcome]) -> None:
     outcome = run("content", workers=2)
     assert outcome.status == 1
@@ -192,6 +194,7 @@ def test_a_misspelt_option_is_not_taken_for_the_script(tmp_path: Path, arguments
     assert not (tmp_path / "runs").exists(), "no run was begun"
 
 
+@pytest.mark.some("arguments0*")
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
@@ -231,6 +234,7 @@ def test_a_wrong_setting_is_named_before_anything_starts(
     assert len(outcome.text.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_no_text_for_the_gpt_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     outcome = rallypoint("train", "--workers", "1", "--servers", "1", "gpt", "--data", "empty", cwd=tmp_path)
@@ -253,7 +257,7 @@ def test_a_users_own_mistake_is_one_traceback(run: Callable[..., Outcome]) -> No
 # ---- losses that are not finite --------------------------------------------------------------------------------
 
 
-@pytest.mark.some("buffers-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "step"), [("nan", 2), ("bug", 1), ("buffers", 2)])
 def test_a_run_that_fails_stores_its_newest_version_and_goes_on_from_it_with_other_settings(
     run: Callable[..., Outcome], tmp_path: Path, how: str, step: int
@@ -330,6 +334,7 @@ def train(model: torch.nn.Module, body: Body | None = None, data: list[torch.Ten
                     body(micro)
 
 
+@pytest.mark.some("run *")
 @pytest.mark.parametrize("arguments", ["run train.py", "coordinator", "compare a b"])
 def test_a_current_folder_that_was_deleted_is_one_sentence(tmp_path: Path, arguments: str) -> None:
     gone = tmp_path / "gone"

@@ -221,6 +221,7 @@ def test_ctrl_c_at_a_coordinator_that_was_started_by_hand_ends_the_job_for_all(m
     assert "failed: the coordinator was interrupted" in members.said("coordinator")
 
 
+@pytest.mark.slow
 def test_snapshots_that_the_coordinator_does_not_see_end_the_job_before_its_first_step(members: Members) -> None:
     """Each process has a memory of its own, as each host has a disk of its own."""
     members.start("coordinator", "coordinator", "--snapshots", "memory://each-its-own")

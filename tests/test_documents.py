@@ -62,6 +62,7 @@ def test_the_readmes_figures_are_among_the_results() -> None:
     assert not [figure for figure in figures if not re.search(rf"\b{re.escape(figure)}\b", results)]
 
 
+@pytest.mark.slow
 def test_messages_that_are_explained_are_printed() -> None:
     rows = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
     trees = [ast.parse(path.read_text()) for path in (ROOT / "src").rglob("*.py")]

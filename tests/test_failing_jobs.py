@@ -73,7 +73,7 @@ def replicas_of(job: Job) -> tuple[int, ...]:
     return exchange.view.replicas_of(job.id, LAST)
 
 
-@pytest.mark.some("loop-2", "sample-1", "backward-2")
+@pytest.mark.some("sample-1")
 @pytest.mark.parametrize(
     ("how", "workers"), [("loop", 1), ("loop", 2), ("sample", 1), ("sample", 2), ("backward", 2)]
 )

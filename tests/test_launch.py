@@ -154,6 +154,7 @@ def test_a_coordinator_that_is_silent_is_named(tmp_path: Path, monkeypatch: pyte
     assert run.launch(plan, console, intervene) == run.INTERRUPTED
 
 
+@pytest.mark.slow
 def test_a_script_of_ones_own_trains_on_a_cluster_and_alone(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "digits.py")
     folder = tmp_path / "run"
@@ -488,7 +489,7 @@ def test_a_worker_that_ends_without_a_word_fails_the_run_after_a_last_snapshot(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT, signal.SIGXCPU])
-@pytest.mark.some("2", "10")
+@pytest.mark.some("2")
 def test_ctrl_c_and_a_notice_are_one_sentence(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, LONG_RUN) as (run, _):
         run.send_signal(number)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import typer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  
 from scale_cluster import BigCluster, Play, PlayOutcome, Scenario, Size, change_bytes, messages_of
 from simulate import ScaleOptions, limits_of, scenario_of, simulate
 
-PURE = settings(derandomize=True, deadline=None, max_examples=60)
 MODEL = Workload(layers=transformer(1e8, 1.0))
 
 
@@ -133,7 +132,6 @@ def test_the_size_of_all_messages_of_a_view_is_that_of_the_real_ones() -> None:
 # ---- what was made faster gives what it gave ----
 
 
-@PURE
 @given(st.integers(1, 40), st.integers(1, 12), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=12, max_size=12))
 def test_replicas_go_one_by_one_to_the_worker_that_would_be_done_first(
     replicas: int, count: int, speeds: list[float]
@@ -149,7 +147,6 @@ def test_replicas_go_one_by_one_to_the_worker_that_would_be_done_first(
     assert {w: len(own) for w, own in assign_replicas(replicas, workers, rates).items()} == shares
 
 
-@PURE
 @given(st.integers(2, 40), st.integers(2, 8))
 def test_orphans_go_one_by_one_to_the_worker_that_would_be_done_first(replicas: int, count: int) -> None:
     workers = [f"w{i}" for i in range(count)]
@@ -162,7 +159,6 @@ def test_orphans_go_one_by_one_to_the_worker_that_would_be_done_first(replicas: 
         assert {worker: len(runs) for worker, runs in after.items()} == own
 
 
-@PURE
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 9))
 def test_a_shard_is_placed_on_the_first_server_of_its_order_that_has_room_and_none_of_its_run(
     sizes: list[int], count: int

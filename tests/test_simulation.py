@@ -394,7 +394,7 @@ def test_a_stale_verdict_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 POISONED = (Sync(), BoundedStaleness(1), Async(), Async(fold=3), Sync(quorum=2), AllReduce(), TURNS[0])
 
 
-@pytest.mark.some("few-quorum*")
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", POISONED, ids=word_for)
 @pytest.mark.parametrize("seeds", [FEW, MORE, _fresh(len(POISONED))], ids=["few", "more", "fresh"])
 def test_a_gradient_that_is_not_finite_ends_the_job_with_a_sentence_and_is_never_published(
@@ -531,6 +531,7 @@ def test_when_nothing_fails_every_replica_of_every_step_is_computed_once(
             assert result.recomputed == 0
 
 
+@pytest.mark.slow
 def test_a_job_without_snapshots_ends_too() -> None:
     results = _play_all(_plan(seed, SimulatedJob(), 2, 2, snapshots=False, replication=2) for seed in range(5))
     assert [result.recomputed for result in results] == [0] * 5
@@ -544,6 +545,7 @@ def test_workers_without_replicas_end_with_the_last_version(buffers: int) -> Non
         assert result.recomputed == 0
 
 
+@pytest.mark.slow
 def test_more_workers_than_replicas_take_over_from_those_that_die() -> None:
     job = SimulatedJob(replicas=2, steps=10)
     crashes = tuple(Fault(0.5 * at, "crash", "worker", 0.5) for at in range(1, 8))

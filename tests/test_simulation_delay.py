@@ -45,6 +45,7 @@ def test_a_worker_whose_links_all_break_goes_ahead_and_keeps_what_its_other_repl
     simulate(seed, WHOLE)
 
 
+@pytest.mark.slow
 def test_a_shard_that_went_away_and_came_back_in_views_that_a_worker_missed_is_sent_everything_again() -> None:
     """A long pause, through two coordinators' views: its primary is the same one again, and has dropped the step."""
     simulate(600000613, WHOLE)
@@ -126,6 +127,7 @@ def _not_put_away(self: OwnParameters[Any, Any]) -> None:
     self.in_model = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "bug", "sentence"), [
     (Drifting, "step_back", _not_back, "has two values|other bytes"),
     (Drifting, "step_back", _optimizer_not_back, "has two values|other bytes"),

@@ -67,7 +67,7 @@ def _wakes_nobody_who_waits_for_one(self: LockedShell, shard: int) -> None:
     "a slot written while it is sent", "a given-up contribution twice", "a view's roll-back twice",
     "the same with codecs", "the answer of a void pull", "a lost wake-up",
 ])  # fmt: skip
-@pytest.mark.some("a view*", "the *", "a lost*")
+@pytest.mark.some("a lost wake-up")
 def test_a_defect_planted_in_the_exchange_is_found(
     monkeypatch: pytest.MonkeyPatch, policy: str, planted: list[tuple[Any, str, Any]], said: str
 ) -> None:

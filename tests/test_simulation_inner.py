@@ -68,7 +68,7 @@ def _begun_again_from_zero(self: InnerStates[Inner], round: int, replica: int, g
     return _begin(self, round, replica, generation)
 
 
-@pytest.mark.some("again from zero")
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "bug", "sentence"), [
     (KEPT, _stale_states_go_on, "is begun with the inner state of|is begun once more after"),
     (KEPT, _begun_again_from_zero, "is begun with two inner states"),

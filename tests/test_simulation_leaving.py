@@ -74,6 +74,7 @@ def _the_order_is_not_written_down(self: Course) -> Any:
     return msgspec.structs.replace(_state(self), workers_max=self.terms.workers_max)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "bug", "sentence"), [
     (Succession, "dismiss", _dismissed_at_once, "is dismissed, and has shards"),
     (Succession, "dismiss", _everybody_may_go, "is dismissed, and was not told to go"),
@@ -148,7 +149,7 @@ def _never_carried(*about: Any) -> set[int]:
     return set()
 
 
-@pytest.mark.some("fill")
+@pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "bug"), [
     (Copies, "fill", _always_in_place),
     (view_sequence, "carried", _never_carried),

@@ -30,7 +30,7 @@ def _cut(seed: int, pair: tuple[str, str], policy: Played) -> Simulation:
     return simulation
 
 
-@pytest.mark.some("server1-server2-async")
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [Sync(), Async(), AllReduce()], ids=word_for)
 @pytest.mark.parametrize("pair", [("worker1", "server2"), ("server1", "server2")], ids="-".join)
 def test_a_pair_that_is_cut_for_good_ends_the_stall_within_four_heartbeats(

@@ -25,6 +25,7 @@ def test_many_jobs_that_are_paused(seed: int) -> None:
     simulate(seed, PausedPlay(KINDS[seed % len(KINDS)]))
 
 
+@pytest.mark.slow
 def test_some_of_these_plans_roll_back_in_a_pause_which_stays() -> None:
     """Else the tests above would be as well if the coordinator refused each pause, or forgot it."""
     results = [simulate(seed, PausedPlay()) for seed in range(4)]

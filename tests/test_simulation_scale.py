@@ -17,6 +17,7 @@ FIXED = range(6, 13)
 ENOUGH = range(60)  # seeds within which a planted bug has to be found
 
 
+@pytest.mark.slow
 def test_whatever_fails_the_scale_and_the_bytes_are_those_of_an_undisturbed_run() -> None:
     plans = [make_plan(seed, Scaled()) for seed in FIXED]
     assert any(plan.faults for plan in plans)

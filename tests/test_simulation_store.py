@@ -24,7 +24,7 @@ def test_the_values_are_those_of_an_undisturbed_run_whatever_fails() -> None:
         simulate(seed, Keyed())
 
 
-@pytest.mark.some("async")
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", [Async(), BoundedStaleness(1)], ids=["async", "ssp"])
 def test_each_push_counts_once_and_is_read_by_who_has_made_it(sync: Async | BoundedStaleness) -> None:
     for seed in FIXED[:6]:

@@ -68,7 +68,7 @@ def _nobody_waits(self: RowPull) -> bool:
     (RowPull, "unasked", _asked_once, "stuck after"),
     (RowPull, "over", property(_nobody_waits), "other bytes"),
 ], ids=["the newest", "asked once", "nobody waits"])  # fmt: skip
-@pytest.mark.some("the newest")
+@pytest.mark.slow
 def test_a_bug_planted_on_purpose_is_found(
     owner: Any, name: str, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_trials_of_each_knob_begin_in_the_middle_of_jobs_and_some_end_with_their
     assert sum("ended with its coordinator" in said for _, said in quick) >= 1
 
 
+@pytest.mark.slow
 def test_periods_are_chosen_in_the_middle_of_jobs(quick: list[Tuned], monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[str] = []
     look = TunedPeriod.look

@@ -38,6 +38,7 @@ def test_many_jobs_whose_servers_links_change(seed: int) -> None:
     simulate(seed, Uneven(KINDS[seed % len(KINDS)]))
 
 
+@pytest.mark.slow
 def test_shards_do_move_in_the_middle_of_jobs() -> None:
     """Else the tests above would be as well if the coordinator believed nothing."""
     results = [simulate(seed, Uneven()) for seed in range(8)]

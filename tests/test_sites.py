@@ -30,7 +30,6 @@ TERMS = Terms(
 )  # fmt: skip
 
 
-
 def _work(pipe: Connection, token: str, host: Host, id: str, address: str, home: Path) -> None:
     host.enter()
     with Job(id=id, coordinator=address, token=token) as job:

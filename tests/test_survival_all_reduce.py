@@ -135,6 +135,7 @@ def test_when_all_workers_are_killed_the_last_snapshot_has_the_state(cluster: Cl
     assert "the model's state is lost with the workers that had it: going back to the last snapshot" in cluster.output
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_go_hands_the_state_to_the_one_that_stands_by(
     cluster: Cluster, under_sync: Cluster
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_job_grows_and_a_standby_worker_takes_over(cluster: Cluster, under_syn
     assert "going back" not in cluster.output
 
 
+@pytest.mark.slow
 def test_everything_dies_and_resume_needs_nothing_but_the_folder(cluster: Cluster, under_sync: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2", "--snapshot-steps", "3", *ALL_REDUCE)
     _until_stored(cluster)
@@ -197,7 +199,7 @@ def test_what_is_exported_is_what_is_exported_under_sync(cluster: Cluster, under
     assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
 
 
-@pytest.mark.some("('server0',)")
+@pytest.mark.slow
 @pytest.mark.parametrize("victims", [("worker0",), ("server0",), ("worker0", "worker1")], ids=str)
 def test_what_own_optimizers_keep_survives_with_buffers_schedules_and_skipped_steps(
     cluster: Cluster, undisturbed_own: Cluster, victims: tuple[str, ...]

@@ -119,7 +119,7 @@ def test_in_a_streaming_job_too_a_worker_that_goes_holds_nobody_up(
     assert (account["applied"] + account["folded"], account["dropped"]) == (3 * STEPS, 0)
 
 
-@pytest.mark.some("dgc")
+@pytest.mark.slow
 @every_codec
 def test_replicas_that_move_between_living_workers_take_their_codec_states_along(
     cluster_of: Make, undisturbed: Hashes, codec: str
@@ -136,7 +136,7 @@ def test_replicas_that_move_between_living_workers_take_their_codec_states_along
     assert cluster.hash == undisturbed(codec)
 
 
-@pytest.mark.some("int8")
+@pytest.mark.slow
 @every_codec
 def test_a_snapshot_has_the_codec_states_and_a_resumed_run_ends_with_the_same_bytes(
     cluster_of: Make, undisturbed: Hashes, codec: str

@@ -75,7 +75,7 @@ def cluster(tmp_path: Path) -> Iterator[StoreCluster]:
     cluster.close()
 
 
-@pytest.mark.some("sync")
+@pytest.mark.slow
 @every
 def test_a_killed_workers_pushes_are_made_by_others_and_count_once(cluster: StoreCluster, policy: str) -> None:
     cluster.run("--workers", "2", "--servers", "2", *POLICIES[policy])

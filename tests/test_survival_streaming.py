@@ -95,7 +95,7 @@ def test_a_worker_killed_mid_run_costs_no_contribution_and_none_is_applied_twice
     assert (account["applied"] + account["folded"], account["dropped"]) == (4 * STEPS, 0)
 
 
-@pytest.mark.some("async")
+@pytest.mark.slow
 @both
 def test_a_server_killed_mid_run_costs_no_contribution_and_nothing_is_rolled_back(
     cluster: CountingCluster, under_sync: str, policy: str

@@ -94,7 +94,7 @@ def test_a_worker_killed_mid_step_changes_no_row(cluster: TableCluster, undistur
     assert "worker1 was killed (SIGKILL): starting another" in cluster.output
 
 
-@pytest.mark.some("AFTER-server1")
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["server0", "server1"])
 @pytest.mark.parametrize("cluster", ["BEFORE", "AFTER"], indirect=True)
 def test_a_server_killed_mid_step_changes_no_row_and_nothing_is_rolled_back(
@@ -134,7 +134,7 @@ def test_a_snapshot_goes_on_with_another_number_of_servers(cluster: TableCluster
     assert f": snapshot {taken['snapshot']}" in cluster.output
 
 
-@pytest.mark.some("rp.BoundedStaleness(2)-worker1")
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["worker1", "server0"])
 @pytest.mark.parametrize("sync", ["rp.BoundedStaleness(2)", "rp.Async()"])
 def test_in_the_streaming_modes_a_kill_loses_no_contribution(cluster: TableCluster, sync: str, victim: str) -> None:

@@ -37,9 +37,8 @@ def said(folder: Path) -> list[str]:
     return [event["text"] for event in events if event["type"] == "Say" and event["text"].startswith("audit")]
 
 
-@pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=() if kind == "bit" else (pytest.mark.slow,)) for kind in KINDS
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_that_computes_wrong_is_drained_and_changes_no_byte(kind: str, tmp_path: Path) -> None:
     first, _, third = run(tmp_path, {"worker1": kind}, {})  # nobody waits for the one that was drained
     assert first == third == honest()

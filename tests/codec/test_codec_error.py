@@ -70,6 +70,7 @@ def test_words_of_one_block_do_not_disturb_another() -> None:
     assert same_bytes(there_and_back(Int8Codec(256), values)[:512], alone[:512])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [Int8Codec(32, stochastic=True), Int4Codec(32, stochastic=True)])
 def test_stochastic_rounding_has_the_right_mean(codec: Int8Codec | Int4Codec) -> None:
     values = gradient(320, scale=1.0)
@@ -108,6 +109,7 @@ def test_a_signs_scale_survives_a_sum_beyond_fp32() -> None:
         torch.testing.assert_close(there_and_back(SignCodec(1024), values), values, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_random_words_have_the_right_mean() -> None:
     values = gradient(1003, scale=1.0)
     codec, rounds = RandomKCodec(0.1), 4000

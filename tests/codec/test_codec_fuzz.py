@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 from codec_cases import FINITE_ONLY, SPECS, decoder_of, encoded, encoder_of, gradient
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.errors import ProtocolError
@@ -30,7 +30,6 @@ def read(name: str, payload: bytes, words: int) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_noise(name: str, data: st.DataObject) -> None:
     words = data.draw(st.sampled_from(WORDS))
@@ -40,7 +39,6 @@ def test_noise(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_payload_with_bytes_changed(name: str, data: st.DataObject) -> None:
     words = data.draw(st.sampled_from([100, 48 * 80]))
@@ -52,7 +50,6 @@ def test_a_payload_with_bytes_changed(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", ["topk", "dgc"])
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(counts=st.tuples(*[st.integers(0, 4) | st.sampled_from([0xFFFFFFFF, 65536])] * 2), places=st.binary(max_size=8))
 def test_forged_positions(name: str, counts: tuple[int, int], places: bytes) -> None:
     places = places[: len(places) // 2 * 2]

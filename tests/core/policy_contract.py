@@ -14,9 +14,7 @@ from rallypoint.core.shard.effects import Drop
 from rallypoint.core.shard.events import Contribute, Initialise
 from rallypoint.core.shard.machine import ShardMachine
 
-_PURE = settings(
-    derandomize=True, deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+_PURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 _CASTS = st.builds(Cast, st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans())
 _SCHEDULES = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 99)), max_size=100)
 

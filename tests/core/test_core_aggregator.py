@@ -430,7 +430,7 @@ class Play:
 ACTIONS = ("contribute", "contribute", "contribute", "repeat", "lost", "down", "break", "die", "rejoin", "move")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.integers(1, 9), st.integers(1, 4),
     st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 99)), max_size=40),

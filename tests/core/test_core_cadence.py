@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.cadence import EVERY_ROUND, TOGETHER, Cadence, Period, cut_evenly, cycle, first_empty
-
-PURE = settings(derandomize=True, deadline=None, max_examples=120)
 
 
 @st.composite
@@ -40,7 +38,6 @@ def rounds_of(cadence: Cadence, shard: int) -> list[int]:
 
 
 @given(cadences())
-@PURE
 def test_a_shard_is_due_in_its_rounds_and_everything_is_at_the_end(cadence: Cadence) -> None:
     for shard in range(len(cadence.period_of)):
         assert [t for t in range(cadence.rounds) if cadence.due(shard, t)] == rounds_of(cadence, shard)
@@ -48,7 +45,6 @@ def test_a_shard_is_due_in_its_rounds_and_everything_is_at_the_end(cadence: Cade
 
 
 @given(cadences())
-@PURE
 def test_a_shard_s_own_version_is_the_number_of_rounds_at_which_it_was_due(cadence: Cadence) -> None:
     for shard in range(len(cadence.period_of)):
         due = rounds_of(cadence, shard)
@@ -59,7 +55,6 @@ def test_a_shard_s_own_version_is_the_number_of_rounds_at_which_it_was_due(caden
 
 
 @given(cadences())
-@PURE
 def test_a_version_is_right_from_the_round_after_its_update_to_the_next_one_that_is_due(cadence: Cadence) -> None:
     for shard in range(len(cadence.period_of)):
         for round in range(-1, cadence.rounds + 3):
@@ -73,7 +68,6 @@ def test_a_version_is_right_from_the_round_after_its_update_to_the_next_one_that
 
 
 @given(cadences())
-@PURE
 def test_every_round_has_one_witness_and_it_is_due(cadence: Cadence) -> None:
     for round in range(cadence.rounds):
         witness = cadence.witness(round)
@@ -82,13 +76,11 @@ def test_every_round_has_one_witness_and_it_is_due(cadence: Cadence) -> None:
 
 
 @given(cadences(), st.integers(-3, 30))
-@PURE
 def test_a_round_before_the_first_or_after_the_last_has_a_witness_too(cadence: Cadence, round: int) -> None:
     assert 0 <= cadence.witness(round) < len(cadence.period_of)
 
 
 @given(st.lists(TURNS, min_size=1, max_size=4))
-@PURE
 def test_the_first_round_that_nothing_is_due_at_is_found_within_a_cycle(periods: list[Period]) -> None:
     due = {round for period in periods for round in range(period.first, 2 * cycle(periods), period.every)}
     empty = [round for round in range(2 * cycle(periods)) if round not in due]
@@ -97,7 +89,6 @@ def test_the_first_round_that_nothing_is_due_at_is_found_within_a_cycle(periods:
 
 
 @given(st.integers(-1, 50), st.integers(0, 9), st.integers(0, 40))
-@PURE
 def test_without_staggering_rounds_and_versions_are_the_same_numbers(round: int, shard: int,
     rounds: int) -> None:
     for cadence in (Cadence(), Cadence((), rounds), TOGETHER):
@@ -109,7 +100,6 @@ def test_without_staggering_rounds_and_versions_are_the_same_numbers(round: int,
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(1, 6))
-@PURE
 def test_a_row_is_cut_into_runs_none_of_which_is_empty(sizes: list[int], parts: int) -> None:
     parts = min(parts, len(sizes))
     cut = cut_evenly(sizes, parts)

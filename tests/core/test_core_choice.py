@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.policy import Async, ServerPolicy, Sync
@@ -39,7 +39,6 @@ from rallypoint.core.shard.events import (
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.server import ServerPlan
 
-PURE = settings(derandomize=True, deadline=None, max_examples=150)
 OF = 4  # replicas
 PROMOTED = Assigned(primary=True, backup=False, fresh=False)
 
@@ -269,7 +268,6 @@ def test_a_choice_is_told_where_the_decision_depends_on_it(
     assert plan.machine(index, primary=True).chooses is chooses
 
 
-@PURE
 @given(st.data())
 def test_whenever_the_primary_dies_a_norm_that_was_told_is_that_of_its_successor_too(data: st.DataObject) -> None:
     pair = _Pair(data.draw(st.integers(1, OF)))

@@ -8,12 +8,10 @@ from collections import defaultdict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.shard.clip import ClipMachine, Measure, Rule, StepVerdict, Tell, clip_scale, total_norm
-
-PURE = settings(derandomize=True, deadline=None, max_examples=60)
 
 
 class _Servers:
@@ -60,7 +58,6 @@ class _Servers:
 _NORMS = st.lists(st.floats(0.0, 1e6), min_size=1, max_size=8)
 
 
-@PURE
 @given(st.data(), st.lists(_NORMS, min_size=1, max_size=3), st.integers(1, 4), st.booleans(), st.integers(0, 999))
 def test_all_servers_reach_the_same_verdict_in_every_step(
     data: st.DataObject, steps: list[list[float]], count: int, skip: bool, seed: int
@@ -120,13 +117,11 @@ def test_a_step_with_a_bad_replica_is_skipped_only_where_asked_for_and_the_repli
         assert verdict.measured(0, Measure(0, (0.0,), (2,)))[-1] == StepVerdict(0, 1.0, scale, (2, 5))
 
 
-@PURE
 @given(_NORMS)
 def test_the_total_norm_is_the_norm_of_the_whole(norms: list[float]) -> None:
     assert total_norm(norms) == pytest.approx(math.hypot(*norms), rel=1e-12)
 
 
-@PURE
 @given(st.integers(0, 2**31), st.floats(1e-3, 1e3), st.sampled_from([0.01, 0.5, 1.0, 5.0, 100.0]))
 def test_the_clip_factor_is_that_of_torch(seed: int, size: float, clip: float) -> None:
     generator = torch.Generator().manual_seed(seed)

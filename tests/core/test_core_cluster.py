@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.config import JobConfig, record_of
@@ -59,7 +59,6 @@ from rallypoint.core.policy import LocalSteps
 from rallypoint.core.protocol import CaughtUp, Disproved, Done, GiveUp, Leaving, Propose, Reached, Unrestored
 from rallypoint.core.view import Member, View, ViewNumber
 
-PURE = settings(derandomize=True, deadline=None, max_examples=50)
 STEPS = 20
 
 
@@ -226,7 +225,6 @@ def _begun(
 # ---- gathering ----
 
 
-@PURE
 @given(st.permutations(["s0", "s1", "w0", "w1", "w2"]), st.data())
 def test_whatever_order_members_come_in_the_job_begins_once_and_ends_once(
     order: list[str], data: st.DataObject
@@ -367,7 +365,6 @@ def test_a_late_worker_with_a_different_model_is_refused_and_the_job_goes_on() -
     assert job.play(Left("w2", "it was refused")) == []
 
 
-@PURE
 @given(st.sampled_from(["s0", "s1", "w0"]), st.booleans())
 def test_a_member_that_leaves_while_the_job_gathers_may_be_replaced(name: str, proposed: bool) -> None:
     job = _Job(_terms())
@@ -426,7 +423,6 @@ def test_a_proposal_of_somebody_unknown_and_one_made_twice_change_nothing() -> N
     assert job.play(From("w7", Propose(_record(width=9))), From("w0", Propose(RECORD))) == []
 
 
-@PURE
 @given(st.permutations(["replicas", "seed", "clip"]), st.integers(1, 3))
 def test_the_disagreement_names_the_first_setting_in_alphabetical_order(keys: list[str], count: int) -> None:
     changed = dict.fromkeys(keys[:count], 77)
@@ -664,7 +660,6 @@ def test_nothing_is_published_when_nothing_has_changed() -> None:
     assert job.machine.revision == revision
 
 
-@PURE
 @given(st.lists(st.tuples(st.sampled_from(["w0", "w1", "w2", "w3", "w4"]), st.integers(0, 4)), max_size=25))
 def test_whoever_comes_and_goes_every_replica_of_every_step_is_assigned_once(happenings: list[tuple[str, int]]) -> None:
     job = _begun(_terms(2, workers_max=3))
@@ -741,6 +736,7 @@ def test_a_worker_that_has_become_slow_is_assigned_less() -> None:
     assert _sizes(job.view.assigned(STEPS)) == {"w0": 1, "w1": 3}, "it has paid: it stays"
 
 
+@pytest.mark.slow
 def test_what_was_assigned_for_steps_that_are_over_is_forgotten() -> None:
     """A worker goes and another comes, again and again: servers take what was assigned lately, and no more."""
     names = [f"w{number}" for number in range(6)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.codec.spec import DGC
@@ -36,8 +36,6 @@ from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
 from rallypoint.core.policy import Async, LocalSteps, Sync
 from rallypoint.core.schedule import Constant, Cosine, cosine, linear, step_decay
 from rallypoint.errors import ConfigError
-
-PURE = settings(derandomize=True, deadline=None, max_examples=60)
 
 
 def test_the_keywords_of_train_are_the_fields_of_the_configuration() -> None:
@@ -82,7 +80,6 @@ _CONFIGS = st.builds(
 
 
 @pytest.mark.slow
-@PURE
 @given(_CONFIGS)
 def test_a_configuration_survives_the_job_record(config: JobConfig) -> None:
     tree = msgspec.to_builtins(config)

@@ -341,7 +341,7 @@ class Play:
 
 
 WORK = ["begin", "push", "push", "push", "install", "up", "up", "up", "down", "down", "turn worker", "turn shard"]
-GO_ON = settings(max_examples=300, deadline=None, derandomize=True)
+GO_ON = settings(max_examples=300)
 
 
 def played(seed: int, *faults: str) -> Play:

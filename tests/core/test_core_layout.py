@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.layout import (
@@ -20,8 +20,6 @@ from rallypoint.core.layout import (
     words_of,
 )
 from rallypoint.errors import ModelError
-
-PURE = settings(derandomize=True, deadline=None, max_examples=50)
 
 _SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 _BUFFER_DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
@@ -42,7 +40,6 @@ def _models(draw: st.DrawFn) -> list[TensorSpec]:
 _CUTS = st.integers(1, 64).map(lambda words: 4 * words)
 
 
-@PURE
 @given(_models(), _CUTS)
 def test_entries_never_overlap_and_every_tensor_has_one(specs: list[TensorSpec], shard_bytes: int) -> None:
     layout = build_layout(specs, shard_bytes)
@@ -55,7 +52,6 @@ def test_entries_never_overlap_and_every_tensor_has_one(specs: list[TensorSpec],
     assert reached == layout.words
 
 
-@PURE
 @given(_models(), _CUTS)
 def test_shards_cover_exactly_the_range_of_each_group_and_none_is_shared(
     specs: list[TensorSpec], shard_bytes: int
@@ -69,7 +65,6 @@ def test_shards_cover_exactly_the_range_of_each_group_and_none_is_shared(
     assert {shard.group for shard in layout.shards} <= {spec.group for spec in specs}
 
 
-@PURE
 @given(_models(), _CUTS)
 def test_shards_are_numbered_in_memory_order_and_never_larger_than_asked(
     specs: list[TensorSpec], shard_bytes: int
@@ -84,7 +79,6 @@ def test_shards_are_numbered_in_memory_order_and_never_larger_than_asked(
 
 
 @pytest.mark.slow
-@PURE
 @given(_models(), _CUTS, st.data())
 def test_shards_touching_names_exactly_the_shards_that_share_a_word(
     specs: list[TensorSpec], shard_bytes: int, data: st.DataObject
@@ -96,7 +90,6 @@ def test_shards_touching_names_exactly_the_shards_that_share_a_word(
     assert layout.shards_touching(start, stop) == expected
 
 
-@PURE
 @given(_models(), _CUTS)
 def test_a_group_lies_in_backward_order_and_buffers_come_last(specs: list[TensorSpec], shard_bytes: int) -> None:
     layout = build_layout(specs, shard_bytes)
@@ -107,7 +100,6 @@ def test_a_group_lies_in_backward_order_and_buffers_come_last(specs: list[Tensor
         assert [entry.spec.name for entry in layout.entries if entry.spec.group == group] == registered[::-1]
 
 
-@PURE
 @given(_models(), _CUTS)
 def test_every_buffer_begins_where_an_int64_may_and_has_room_for_its_bytes(
     specs: list[TensorSpec], shard_bytes: int
@@ -120,7 +112,6 @@ def test_every_buffer_begins_where_an_int64_may_and_has_room_for_its_bytes(
             assert nbytes <= 4 * (entry.stop - entry.start) < nbytes + 8
 
 
-@PURE
 @given(_models(), _CUTS, _models(), _CUTS)
 def test_the_fingerprint_is_equal_exactly_when_entries_and_shards_are(
     ours: list[TensorSpec], our_cut: int, theirs: list[TensorSpec], their_cut: int
@@ -138,7 +129,6 @@ class _Change:
     value: object
 
 
-@PURE
 @given(
     _models(),
     st.data(),
@@ -238,7 +228,6 @@ _RANKS = st.dictionaries(st.integers(0, 2), st.integers(1, 4), max_size=3)
 _WIDE_CUTS = st.integers(1, 400).map(lambda words: 4 * words)
 
 
-@PURE
 @given(_matrices(), _WIDE_CUTS, _RANKS)
 def test_a_shard_of_a_matrix_is_whole_rows_of_one_parameter_and_worth_factoring(
     specs: list[TensorSpec], shard_bytes: int, ranks: dict[int, int]
@@ -258,7 +247,6 @@ def test_a_shard_of_a_matrix_is_whole_rows_of_one_parameter_and_worth_factoring(
         assert factors_pay(rows, columns, ranks[shard.group])
 
 
-@PURE
 @given(_matrices(), _WIDE_CUTS, _RANKS)
 def test_cutting_matrices_by_rows_moves_no_tensor_and_leaves_no_word_out(
     specs: list[TensorSpec], shard_bytes: int, ranks: dict[int, int]
@@ -307,7 +295,6 @@ def test_shards_rank_by_depth_across_groups_and_buffers_come_first() -> None:
     assert names == ["mean", "w0", "b0", "w0", "w1", "b1", "w1", "w2", "b2", "w2"]
 
 
-@PURE
 @given(_models(), _CUTS)
 def test_every_shard_has_a_rank_of_its_own(specs: list[TensorSpec], shard_bytes: int) -> None:
     layout = build_layout(specs, shard_bytes)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.plan.measured import LinkSpeeds, settled
 from rallypoint.core.plan.topology import LEAST, MOST, gain, weights_of
 from rallypoint.core.view import Member
 
-PURE = settings(derandomize=True, deadline=None, max_examples=100)
 SERVERS = ("s0", "s1", "s2", "s3")
 WORKERS = ("w0", "w1", "w2")
 Said = dict[str, tuple[float, float]]
@@ -97,7 +96,6 @@ def test_a_server_can_make_only_itself_slower() -> None:
 NONSENSE = st.tuples(st.floats(), st.floats())
 
 
-@PURE
 @given(st.lists(st.dictionaries(st.sampled_from(SERVERS), NONSENSE), max_size=8), st.integers(1, 3))
 def test_whatever_is_said_speeds_are_finite_and_within_their_limits(beats: list[Said], workers: int) -> None:
     links = LinkSpeeds()

@@ -120,6 +120,7 @@ def test_links_that_are_idle_most_of_the_time_move_nothing() -> None:
     assert job.moves == []
 
 
+@pytest.mark.slow
 def test_a_link_that_comes_and_goes_moves_shards_ever_more_rarely() -> None:
     job = cluster()
     job.start()

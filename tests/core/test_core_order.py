@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from rallypoint.core.order import Permutation, SampleOrder, derive_seed
 from rallypoint.core.view import assign_replicas
 
-PURE = settings(derandomize=True, deadline=None, max_examples=50)
 _KEYS = st.integers(0, 2**63 - 1)
 
 
-@PURE
 @given(st.integers(1, 1500), _KEYS)
 def test_a_permutation_is_a_bijection(n: int, key: int) -> None:
     permutation = Permutation(n, key)
@@ -29,7 +27,6 @@ def test_a_permutation_is_a_bijection_around_powers_of_four(n: int) -> None:
     assert sorted(permutation(i) for i in range(n)) == list(range(n))
 
 
-@PURE
 @given(st.integers(2**20, 2**50), _KEYS, st.data())
 def test_a_huge_permutation_needs_no_table_and_does_not_collide(n: int, key: int, data: st.DataObject) -> None:
     permutation = Permutation(n, key)
@@ -39,7 +36,6 @@ def test_a_huge_permutation_needs_no_table_and_does_not_collide(n: int, key: int
     assert all(0 <= value < n for value in values)
 
 
-@PURE
 @given(st.integers(1, 1000), st.integers(0, 1000))
 def test_an_index_outside_is_an_error(n: int, beyond: int) -> None:
     for index in (-1 - beyond, n + beyond):
@@ -60,7 +56,6 @@ def test_a_permutation_shuffles() -> None:
     assert values != [Permutation(1000, 4)(i) for i in range(1000)]
 
 
-@PURE
 @given(
     st.integers(1, 60), st.integers(1, 5), st.integers(1, 7), st.integers(0, 2**32), st.integers(1, 3)
 )
@@ -75,7 +70,6 @@ def test_every_epoch_uses_every_sample_exactly_once_across_steps_and_replicas(
         assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
-@PURE
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 5), st.integers(1, 8), st.randoms(use_true_random=False))
 def test_the_samples_of_a_replica_do_not_depend_on_who_asks_nor_on_what_was_asked_before(
     samples: int, replicas: int, batch: int, workers: int, random: object
@@ -113,7 +107,6 @@ def test_derived_seeds_are_distinct_stable_and_fit_in_63_bits() -> None:
 _LENGTHS = st.lists(st.one_of(st.integers(0, 4), st.integers(0, 40)), min_size=1, max_size=12).filter(any)
 
 
-@PURE
 @given(_LENGTHS, st.integers(1, 5), st.integers(1, 7), st.integers(1, 20), st.integers(0, 2**32))
 def test_every_epoch_of_windows_uses_every_sample_exactly_once(
     lengths: list[int], replicas: int, batch: int, mixed: int, seed: int
@@ -126,7 +119,7 @@ def test_every_epoch_of_windows_uses_every_sample_exactly_once(
         assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
-@settings(PURE, max_examples=15)
+@settings(max_examples=15)
 @given(_LENGTHS, st.integers(1, 6), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_windows_do_not_depend_on_what_was_asked_before(
     lengths: list[int], replicas: int, batch: int, random: object

@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.layout import Shard
 from rallypoint.core.placing.placement import place, place_backups, ranking
-
-PURE = settings(derandomize=True, deadline=None, max_examples=70)
 
 
 def _shards(words: Sequence[int]) -> list[Shard]:
@@ -42,7 +40,6 @@ _SIZES = st.lists(st.integers(1, 64), max_size=60)
 _EQUAL = st.integers(0, 80).map(lambda count: [16] * count)
 
 
-@PURE
 @given(_SIZES, st.integers(1, 8), st.randoms(use_true_random=False))
 def test_every_shard_is_placed_on_a_server_that_is_here_whatever_order_servers_are_listed_in(
     sizes: list[int], count: int, random: object
@@ -55,7 +52,6 @@ def test_every_shard_is_placed_on_a_server_that_is_here_whatever_order_servers_a
     assert place(shards, servers) == placed
 
 
-@PURE
 @given(_EQUAL, st.integers(1, 8))
 def test_equal_shards_are_assigned_within_the_even_share_rounded_up(sizes: list[int], count: int) -> None:
     shards = _shards(sizes)
@@ -63,7 +59,6 @@ def test_equal_shards_are_assigned_within_the_even_share_rounded_up(sizes: list[
     assert max(loads.values(), default=0) <= -(-len(sizes) // count) * 64
 
 
-@PURE
 @given(_SIZES, st.integers(1, 8))
 def test_no_server_has_more_than_the_even_share_and_one_largest_shard(sizes: list[int], count: int) -> None:
     shards = _shards(sizes)
@@ -73,7 +68,6 @@ def test_no_server_has_more_than_the_even_share_and_one_largest_shard(sizes: lis
     assert max(loads.values(), default=0) <= share + largest
 
 
-@PURE
 @given(_SIZES, st.integers(1, 8))
 def test_nothing_moves_while_the_servers_stay(sizes: list[int], count: int) -> None:
     shards, servers = _shards(sizes), _servers(count)
@@ -81,7 +75,6 @@ def test_nothing_moves_while_the_servers_stay(sizes: list[int], count: int) -> N
     assert place(shards, servers[::-1], placed) == placed
 
 
-@PURE
 @given(_EQUAL, st.integers(2, 8), st.data())
 def test_when_a_server_leaves_only_its_shards_move(sizes: list[int], count: int, data: st.DataObject) -> None:
     shards, servers = _shards(sizes), _servers(count)
@@ -92,7 +85,6 @@ def test_when_a_server_leaves_only_its_shards_move(sizes: list[int], count: int,
     assert max(_loads(shards, after).values(), default=0) <= -(-len(sizes) // (count - 1)) * 64
 
 
-@PURE
 @given(_EQUAL, st.integers(1, 8))
 def test_when_a_server_joins_shards_move_to_it_alone_and_nobody_keeps_more_than_a_quarter_over_its_share(
     sizes: list[int], count: int
@@ -117,7 +109,6 @@ def test_a_server_a_little_over_its_share_keeps_its_shards_when_another_joins() 
     assert all(crowded[shard] == "a" for shard in moved)
 
 
-@PURE
 @given(_SIZES, st.integers(1, 6), st.integers(1, 6), st.integers(0, 3))
 def test_a_shard_of_any_size_moves_only_if_its_server_is_gone_or_full(
     sizes: list[int], before_count: int, after_count: int, first: int
@@ -136,7 +127,6 @@ def test_a_shard_of_any_size_moves_only_if_its_server_is_gone_or_full(
 # ---- backups ----
 
 
-@PURE
 @given(_SIZES, st.integers(2, 6), st.integers(1, 4), st.data())
 def test_every_backup_is_on_another_server_and_on_another_host_if_there_is_one(
     sizes: list[int], count: int, hosts: int, data: st.DataObject
@@ -153,7 +143,6 @@ def test_every_backup_is_on_another_server_and_on_another_host_if_there_is_one(
             assert host[backup[shard]] != host[home]
 
 
-@PURE
 @given(_SIZES, st.integers(2, 6), st.data())
 def test_a_backup_stays_as_long_as_its_server_is_here_and_is_not_the_primary(
     sizes: list[int], count: int, data: st.DataObject
@@ -172,7 +161,6 @@ def test_a_backup_stays_as_long_as_its_server_is_here_and_is_not_the_primary(
             assert after[shard] == home
 
 
-@PURE
 @given(st.integers(60, 120), st.integers(3, 6))
 def test_backups_of_one_server_are_not_all_on_one_other(count: int, servers: int) -> None:
     shards, names = _shards([16] * count), _servers(servers)
@@ -187,7 +175,6 @@ def test_one_server_alone_has_nobody_to_back_it_up() -> None:
     assert place_backups(shards, ["a"], place(shards, ["a"])) == {}
 
 
-@PURE
 @given(st.integers(0, 80), st.integers(1, 8))
 def test_neighbours_are_on_different_servers(count: int, servers: int) -> None:
     """They belong to one layer, and leave together."""

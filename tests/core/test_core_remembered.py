@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_core_cluster import _begun, _terms, beat
 
@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # i
 
 from scale_cluster import BigCluster, Size
 
-PURE = settings(derandomize=True, deadline=None, max_examples=60)
 SHARDS = build_layout([TensorSpec("weight", (256,), "float32", 0)], 64).shards
 
 
@@ -80,7 +79,6 @@ EVENTS = st.tuples(
 )
 
 
-@PURE
 @given(st.lists(EVENTS, max_size=25))
 def test_a_view_is_the_one_that_a_coordinator_without_memory_makes(happens: list[tuple[str, int]]) -> None:
     members, views = Membership(), ViewSequence(1, replication=2)
@@ -106,7 +104,6 @@ def test_a_view_is_the_one_that_a_coordinator_without_memory_makes(happens: list
             views.adopt(view)
 
 
-@PURE
 @given(st.lists(st.sampled_from("abc"), min_size=8, max_size=8), st.sampled_from(["", "home", "backup", "process"]))
 def test_pairs_and_homes_are_compared_shard_by_shard_where_anything_has_changed(names: list[str], other: str) -> None:
     servers = tuple(Member(name, "here", incarnation=1) for name in "abc")
@@ -146,7 +143,6 @@ def test_backups_that_catch_up_place_no_shard_a_second_time(monkeypatch: pytest.
 REPORTS = st.tuples(st.integers(0, 3), st.sampled_from([0.5, 1.0, 1.05, 3.0]))
 
 
-@PURE
 @given(st.lists(REPORTS | st.just("look") | st.just("gone"), max_size=120))
 def test_an_assignment_by_speed_is_the_one_that_is_computed_anew(happens: list[Any]) -> None:
     workers, kept, anew = [f"w{i}" for i in range(4)], Assigner(), Assigner()
@@ -187,7 +183,6 @@ def test_an_even_assignment_is_not_computed_again_before_a_worker_reports(monkey
     assert calls["following_assignments"] == 2
 
 
-@PURE
 @given(
     st.integers(1, 24), st.lists(st.floats(0.1, 10.0), min_size=1, max_size=6), st.integers(1, 6),
     st.sampled_from([0.0, 1.0, 30.0]),
@@ -212,7 +207,6 @@ def test_whether_replicas_move_is_decided_by_the_assignment_that_they_would_get(
 # ---- signs of life ----
 
 
-@PURE
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.0, 9.0)), max_size=20), st.floats(0.0, 4.0))
 def test_who_is_silent_is_found_among_all_members(heard: list[tuple[int, float]], patience: float) -> None:
     members, last = Membership(), {}

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.config import record_of, resolve
@@ -30,8 +30,6 @@ from rallypoint.core.schedule import (
 )
 from rallypoint.errors import ConfigError
 
-PURE = settings(derandomize=True, deadline=None, max_examples=60)
-
 _PEAKS = st.floats(1e-6, 10.0)
 _SCHEDULES = st.one_of(
     st.builds(lambda peak, warmup: constant(peak, warmup=warmup), _PEAKS, st.integers(0, 20)),
@@ -42,14 +40,12 @@ _SCHEDULES = st.one_of(
 )  # fmt: skip
 
 
-@PURE
 @given(_SCHEDULES, st.integers(1, 200))
 def test_the_rate_is_never_negative_nor_above_the_peak(schedule: Schedule, steps: int) -> None:
     rates = [rate_at(schedule, step, steps) for step in range(steps + 1)]
     assert all(0 <= rate <= schedule.peak * (1 + 1e-12) for rate in rates)
 
 
-@PURE
 @given(_SCHEDULES, st.integers(21, 200))
 def test_the_rate_rises_to_the_peak_during_warmup_and_never_rises_after(schedule: Schedule, steps: int) -> None:
     rates = [rate_at(schedule, step, steps) for step in range(steps + 1)]
@@ -96,7 +92,6 @@ def test_a_job_that_ends_within_its_warmup_has_a_rate_at_every_step(make: object
     assert rate_at(schedule, 3, 4) == pytest.approx(0.4)
 
 
-@PURE
 @given(_SCHEDULES)
 def test_a_schedule_survives_the_wire(schedule: Schedule) -> None:
     assert msgspec.convert(msgspec.to_builtins(schedule), Schedule) == schedule

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.policy import Async, Policy, Sync
@@ -43,13 +43,11 @@ from rallypoint.core.shard.server import (
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.core.view import Incoming, Member, View, ViewNumber
 
-PURE = settings(derandomize=True, deadline=None, max_examples=60)
 FIRST = ViewNumber(1, 1)
 
 
 def applied(step: int, scale: float | None) -> Apply:
     return Apply(step + 1, step, scale, step)
-
 
 
 def _plan(
@@ -309,7 +307,6 @@ def test_a_demoted_primary_gives_up_its_version_and_is_filled_by_the_new_one() -
     assert server.takes_from(0, "s1")
 
 
-@PURE
 @given(st.data())
 def test_whatever_views_come_a_server_holds_what_they_say_and_fills_only_linked_backups(data: st.DataObject) -> None:
     servers, shards = ["s0", "s1", "s2"], 5

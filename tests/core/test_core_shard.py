@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from shard_play import missing
 
@@ -57,9 +57,6 @@ def applied(
         step + 1, step, scale, step if oldest is None else oldest, replica=replica, replicate=replicate,
         copies=(False,) * replicate,
     )  # fmt: skip
-
-
-PURE = settings(derandomize=True, deadline=None, max_examples=60)
 
 
 @dataclass
@@ -130,7 +127,6 @@ def _play(bench: _Bench, steps: list[list[tuple[int, int]]]) -> None:
         bench.handle(Decide(step, 0.5))
 
 
-@PURE
 @given(_storms(), st.booleans())
 def test_contributions_are_summed_by_the_tree_whatever_order_they_arrive_in(
     storm: tuple[int, list[list[tuple[int, int]]]], decides: bool
@@ -151,7 +147,6 @@ def test_contributions_are_summed_by_the_tree_whatever_order_they_arrive_in(
     assert not bench.of(Add, Hold)
 
 
-@PURE
 @given(_storms(), st.booleans())
 def test_every_ticket_goes_out_exactly_once(
     storm: tuple[int, list[list[tuple[int, int]]]], decides: bool
@@ -166,7 +161,6 @@ def test_every_ticket_goes_out_exactly_once(
     assert not {e.ticket for e in bench.of(Drop)} & set(held)  # type: ignore[attr-defined]
 
 
-@PURE
 @given(_storms(), st.booleans())
 def test_there_is_one_update_per_step_and_versions_rise_by_one(
     storm: tuple[int, list[list[tuple[int, int]]]], decides: bool
@@ -185,7 +179,6 @@ def test_there_is_one_update_per_step_and_versions_rise_by_one(
     assert missing(bench.machine) == list(range(replicas))
 
 
-@PURE
 @given(_storms())
 def test_only_a_replica_that_does_not_contribute_is_a_fault(storm: tuple[int, list[list[tuple[int, int]]]]) -> None:
     replicas, steps = storm
@@ -205,7 +198,6 @@ def test_only_a_replica_that_does_not_contribute_is_a_fault(storm: tuple[int, li
                 assert all(effect.fault == "" for effect in effects if isinstance(effect, Drop))
 
 
-@PURE
 @given(st.permutations(list(range(5))))
 def test_missing_names_who_has_not_come_and_only_what_waits_for_a_lower_replica_is_early(arrivals: list[int]) -> None:
     bench = _ready(5)
@@ -262,7 +254,6 @@ def test_a_block_that_is_not_finite_names_all_of_its_replicas() -> None:
     assert bench.of(Finish) == [Finish(0, 4.0, False, (2, 3), 4)]
 
 
-@PURE
 @given(
     st.permutations(list(range(4))),
     st.lists(st.floats(0.001, 1e4), min_size=4, max_size=4),
@@ -473,7 +464,6 @@ def test_nothing_is_published_that_a_caught_up_backup_does_not_hold() -> None:
     assert pair.run(Acked(1)) == []
 
 
-@PURE
 @given(st.integers(1, 3), st.booleans(), st.lists(st.sampled_from(["step", "down", "up", "cut", "fill"]), max_size=60))
 def test_whatever_happens_to_the_link_what_is_published_is_on_the_backup_that_may_be_promoted(
     expected: int, decides: bool, happenings: list[str]
@@ -630,7 +620,6 @@ def test_a_demoted_primary_drops_its_sum_and_waits_for_the_state() -> None:
     assert pair.primary.handle(Replicated(7, False, 50)) == [Take(50, 1.0), applied(7, 1.0), Acknowledge(8)]
 
 
-@PURE
 @given(st.integers(1, 5), st.data())
 def test_every_ticket_leaves_once_whenever_the_primary_is_demoted_and_promoted_again(
     expected: int, data: st.DataObject
@@ -667,7 +656,6 @@ def test_a_restored_primary_publishes_its_version_and_goes_on() -> None:
     assert bench.push(41, 0)[-1] == Publish(42)
 
 
-@PURE
 @given(st.integers(0, 5), st.integers(0, 8))
 def test_a_capture_happens_at_exactly_its_version_or_is_too_late(now: int, wanted: int) -> None:
     bench = _ready(1)

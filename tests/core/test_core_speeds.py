@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.placing.speeds import Speeds
 from rallypoint.core.view import assign_replicas
-
-PURE = settings(derandomize=True, deadline=None, max_examples=60)
 
 
 def _speeds(**seconds: float) -> Speeds:
@@ -50,7 +48,6 @@ def test_whoever_is_gone_is_forgotten() -> None:
     assert speeds.known({"b": (1,)})
 
 
-@PURE
 @given(st.integers(1, 30), st.lists(st.floats(0.1, 10.0), min_size=1, max_size=6))
 def test_the_makespan_is_when_the_last_worker_is_through(replicas: int, rates: list[float]) -> None:
     known = {f"w{i}": rate for i, rate in enumerate(rates)}

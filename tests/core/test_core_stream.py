@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.shard.events import EVERYTHING
@@ -35,7 +35,6 @@ from rallypoint.core.worker.slots import (
 )
 from rallypoint.core.worker.streaming import StreamMachine
 
-PURE = settings(derandomize=True, deadline=None, max_examples=80)
 V1 = ViewNumber(1, 1)
 
 
@@ -181,7 +180,6 @@ def test_a_step_is_want_install_compute_and_want_again() -> None:
     assert [send.base for send in bench.compute()] == [7, 7]
 
 
-@PURE
 @given(st.permutations(list(range(4))))
 def test_answers_are_installed_once_all_have_landed_in_any_order(order: list[int]) -> None:
     bench = _Bench(4)
@@ -694,7 +692,6 @@ def test_before_any_view_nothing_is_taken() -> None:
 # ---- whatever comes ----
 
 
-@PURE
 @given(st.data())
 def test_whatever_comes_no_slot_has_two_uses_and_nothing_is_wanted_of_a_server_that_is_not_linked(
     data: st.DataObject,
@@ -757,7 +754,6 @@ def test_whatever_comes_no_slot_has_two_uses_and_nothing_is_wanted_of_a_server_t
 
 
 @pytest.mark.slow
-@PURE
 @given(st.data())
 def test_whatever_was_lost_everything_gets_to_a_job_that_answers(data: st.DataObject) -> None:
     """Servers that answer at once; of what is sent in the first turns some is lost, and links with what was wanted."""

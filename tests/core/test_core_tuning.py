@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.plan.tuning import (
@@ -69,7 +69,6 @@ def test_where_nothing_helps_the_start_stays() -> None:
     assert not any("kept" in line or "stays" in line for line in log)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     costs=st.lists(st.floats(0.5, 3.0), min_size=2, max_size=9), noise=st.sampled_from([0.0, 0.02, 0.05]),
     seed=st.integers(0, 1 << 20),
@@ -100,7 +99,6 @@ def test_when_members_change_the_value_in_force_comes_back_and_the_trial_begins_
     assert tuner.best == 90.0
 
 
-@settings(max_examples=60, deadline=None)
 @given(when=st.lists(st.integers(1, 60), max_size=5))
 def test_disturbances_at_any_time_lose_no_candidate(when: list[int]) -> None:
     tuner, cost = Tuner(knob(60.0, 75.0, 90.0)), paced(100.0, 1.5)

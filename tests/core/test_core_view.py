@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.view import Assignment, Member, StandingOrders, View, ViewNumber, assign_replicas, reassign_orphans
-
-PURE = settings(derandomize=True, deadline=None, max_examples=80)
 
 
 def _workers(count: int) -> list[str]:
@@ -19,7 +17,6 @@ def _workers(count: int) -> list[str]:
 _SPEEDS = st.lists(st.floats(0.1, 50.0), min_size=1, max_size=8)
 
 
-@PURE
 @given(st.integers(0, 40), _SPEEDS)
 def test_every_replica_is_assigned_to_exactly_one_worker_in_ascending_order(replicas: int, speeds: list[float]) -> None:
     workers = _workers(len(speeds))
@@ -29,7 +26,6 @@ def test_every_replica_is_assigned_to_exactly_one_worker_in_ascending_order(repl
     assert all(list(own) == sorted(own) for own in assignment.values())
 
 
-@PURE
 @given(st.integers(0, 40), st.integers(1, 8), st.floats(0.01, 1000.0))
 def test_equal_speeds_get_equal_runs_of_neighbours(replicas: int, count: int, speed: float) -> None:
     workers = _workers(count)
@@ -41,7 +37,6 @@ def test_equal_speeds_get_equal_runs_of_neighbours(replicas: int, count: int, sp
     assert assign_replicas(replicas, workers, dict.fromkeys(workers, speed)) == assigned
 
 
-@PURE
 @given(st.integers(1, 60), _SPEEDS)
 def test_no_other_assignment_would_end_the_step_sooner(replicas: int, speeds: list[float]) -> None:
     workers = _workers(len(speeds))
@@ -75,7 +70,6 @@ def test_without_a_worker_there_is_no_assignment() -> None:
         assign_replicas(2, [])
 
 
-@PURE
 @given(*[st.integers(0, 3)] * 4)
 def test_the_higher_epoch_wins_then_the_higher_count(e1: int, c1: int, e2: int, c2: int) -> None:
     assert (ViewNumber(e1, c1) < ViewNumber(e2, c2)) == ((e1, c1) < (e2, c2))
@@ -91,7 +85,6 @@ _HANDS = st.integers(1, 5).flatmap(
 )
 
 
-@PURE
 @given(_HANDS, st.sets(st.integers(0, 7), min_size=1), st.data())
 def test_patched_hands_hold_every_replica_once_and_survivors_keep_theirs(
     assigned: dict[str, tuple[int, ...]], here: set[int], data: st.DataObject
@@ -105,7 +98,6 @@ def test_patched_hands_hold_every_replica_once_and_survivors_keep_theirs(
         assert set(assigned.get(worker, ())) <= set(patched[worker])
 
 
-@PURE
 @given(_HANDS, st.data())
 def test_when_nobody_is_gone_patching_changes_nothing(assigned: dict[str, tuple[int, ...]],
     data: st.DataObject) -> None:

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.layout import Shard
 from rallypoint.core.placing.placement import _within, place, place_backups, weighted_ranking
 
-PURE = settings(derandomize=True, deadline=None, max_examples=70)
 NAMES = ("a", "b", "c", "d")
 _SIZES = st.lists(st.integers(1, 64), max_size=60)
 _WEIGHTS = st.lists(st.sampled_from([0.125, 0.5, 1.0, 1.3, 4.0]), min_size=1, max_size=6).map(
@@ -46,7 +45,6 @@ def test_servers_that_are_alike_are_placed_as_without_weights() -> None:
     assert place(shards, NAMES, weights={}) == place(shards, NAMES)
 
 
-@PURE
 @given(_SIZES, _WEIGHTS)
 def test_no_server_has_more_than_its_share_and_one_largest_shard(sizes: list[int], weights: dict[str, float]) -> None:
     shards = _shards(sizes)
@@ -56,7 +54,6 @@ def test_no_server_has_more_than_its_share_and_one_largest_shard(sizes: list[int
         assert loads[server] <= total * weight / sum(weights.values()) + largest + 1e-6
 
 
-@PURE
 @given(_SIZES, _WEIGHTS)
 def test_nothing_moves_while_servers_and_weights_stay(sizes: list[int], weights: dict[str, float]) -> None:
     shards = _shards(sizes)
@@ -64,7 +61,6 @@ def test_nothing_moves_while_servers_and_weights_stay(sizes: list[int], weights:
     assert place(shards, [*weights][::-1], placed, weights=dict(reversed(weights.items()))) == placed
 
 
-@PURE
 @given(st.integers(20, 120), st.integers(2, 6), st.sampled_from([0.25, 0.5, 0.8]))
 def test_when_a_link_gets_slower_only_its_own_shards_move_and_no_more_than_must(
     count: int, servers: int, slow: float

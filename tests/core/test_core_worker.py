@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.cadence import TOGETHER, Cadence, Period
@@ -36,7 +36,6 @@ from rallypoint.core.worker.slots import (
     Viewed,
 )
 
-PURE = settings(derandomize=True, deadline=None, max_examples=60)
 V1 = ViewNumber(1, 1)
 
 
@@ -131,7 +130,6 @@ def _at_step_0(shards: int = 2, assigned: Sequence[int] = (0,), buffers: Sequenc
 # ---- the first version ----
 
 
-@PURE
 @given(st.permutations(list(range(5))))
 def test_version_0_is_installed_once_all_shards_have_landed_in_any_order(order: list[int]) -> None:
     bench = _Bench(5, _view(5))
@@ -662,7 +660,6 @@ def test_before_any_view_nothing_is_taken() -> None:
 # ---- whatever comes ----
 
 
-@PURE
 @given(st.data())
 def test_no_version_ever_lands_in_a_slot_that_is_being_filled_and_no_slot_is_filled_twice_at_once(
     data: st.DataObject,

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.view import (
@@ -27,8 +27,6 @@ from rallypoint.core.view import (
     difference,
     digest_of,
 )
-
-PURE = settings(derandomize=True, deadline=None, max_examples=100)
 
 _NAMES = st.sampled_from([f"m{number}" for number in range(6)])
 _NUMBERS = st.builds(ViewNumber, st.integers(0, 2), st.integers(0, 9))
@@ -69,7 +67,6 @@ def over_the_wire(change: ViewDifference) -> ViewDifference:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(change), type=ViewDifference)
 
 
-@PURE
 @given(VIEWS, VIEWS)
 def test_a_difference_leads_from_any_view_to_any_other(base: View, view: View) -> None:
     reached = apply(over_the_wire(difference(base, canonical(view))), base)
@@ -78,7 +75,6 @@ def test_a_difference_leads_from_any_view_to_any_other(base: View, view: View) -
 
 
 @pytest.mark.slow
-@PURE
 @given(VIEWS, VIEWS, VIEWS)
 def test_a_wrong_base_is_found_also_under_the_right_number(base: View, view: View, other: View) -> None:
     change = difference(base, canonical(view))
@@ -90,7 +86,6 @@ def test_a_wrong_base_is_found_also_under_the_right_number(base: View, view: Vie
 
 
 @pytest.mark.slow
-@PURE
 @given(VIEWS, VIEWS, st.integers(0, 1 << 30), st.integers(1, 255))
 def test_a_changed_byte_is_found_or_changes_nothing(base: View, view: View, place: int, bits: int) -> None:
     data = bytearray(msgspec.msgpack.encode(difference(base, canonical(view))))

@@ -59,6 +59,7 @@ def all_of(stream: rp.Stream, steps: int) -> dict[tuple[int, int], list[int]]:
     return {(t, r): batches.loaded(t, r, 0)[0]["n"].tolist() for t in range(steps) for r in range(2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["json", "parquet"])
 def test_files_are_split_over_the_parts_and_each_row_is_read_once_in_a_pass(kind: str, folder: Path) -> None:
     data = opened(kind, folder)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.order import SampleOrder
 from rallypoint.data.order import AT_ONCE, REPLICAS, OrderAhead, SamplesOfWindows, samples_at
 
-PURE = settings(derandomize=True, deadline=None, max_examples=40)
 _SEEDS = st.integers(0, 2**63 - 1)
 
 
-@PURE
 @given(
     st.one_of(st.integers(1, 300), st.integers(2**21, 2**25), st.integers(2**31, 2**50)), _SEEDS,
     st.integers(0, 2**40), st.integers(1, 400), st.booleans(),
@@ -31,7 +29,6 @@ def test_positions_at_once_equal_positions_one_by_one(
 
 
 @pytest.mark.slow
-@PURE
 @given(st.integers(1, 5000), st.integers(1, 9), st.lists(st.tuples(st.integers(0, 10**12), st.integers(0, 8))), _SEEDS)
 def test_a_replicas_steps_are_the_same_in_whatever_order_they_are_asked_for(
     samples: int, batch: int, places: list[tuple[int, int]], seed: int
@@ -67,7 +64,6 @@ def test_without_shuffling_a_pass_is_the_data_sets_own_order(batch: int) -> None
     assert stream == [position % 7 for position in range(14 * batch)]
 
 
-@PURE
 @given(
     st.lists(st.one_of(st.integers(0, 3), st.integers(0, 400)), min_size=1, max_size=20).filter(any),
     st.integers(1, 4), st.integers(1, 9), st.integers(1, 12), st.integers(0, 3000), _SEEDS,

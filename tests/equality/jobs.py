@@ -146,6 +146,7 @@ CASES = {
     ),
 }  # fmt: skip
 
+
 def _muon(model: torch.nn.Module) -> tuple[list[Any], list[Any]]:
     """As its author has it: matrices inside, AdamW for all else; and a schedule of each."""
     inside = [p for name, p in model.named_parameters() if p.dim() == 2 and "blocks" in name]

@@ -55,14 +55,15 @@ def test_any_number_of_aggregators_gives_the_bytes_of_plain_pytorch(
     assert sent < taken or workers == 1 or aggregators > 1, "nothing was added up"
 
 
-@pytest.mark.some("fragments")
-@pytest.mark.parametrize("case", ["fresh", "fragments", pytest.param("delay", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["fresh", "fragments", "delay"])
 def test_local_steps_through_an_aggregator_change_no_byte(case: str) -> None:
     hashes, taken, sent = train_through(train_locally_on_worker, (case,), workers=2, servers=2, aggregators=1)
     assert set(hashes) == {local_reference_hash(case)}
     assert 0 < sent < taken
 
 
+@pytest.mark.slow
 def test_all_reduce_through_an_aggregator_changes_no_byte() -> None:
     hashes, taken, sent = train_through(
         train_stepping_on_worker, ("plain descent",), workers=2, servers=2, aggregators=1

@@ -30,7 +30,7 @@ def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_pytorch(
         assert cluster.run(train_stepping_on_worker, case) == [_reference_hash(case)] * workers
 
 
-@pytest.mark.some("resnet accumulated and clipped")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in ALL_REDUCE_CASES if name not in ("gpt", "resnet")])
 def test_every_feature_gives_the_bytes_of_plain_pytorch(case: str) -> None:
     with ProcessCluster(workers=2, servers=2) as cluster:
@@ -43,7 +43,7 @@ def test_that_is_what_sync_comes_to(case: str) -> None:
     assert _reference_hash(case) == reference_hash(case)
 
 
-@pytest.mark.some("down")
+@pytest.mark.slow
 @pytest.mark.parametrize("codecs", [{"down": Int8()}, {"codec": Int8(), "down": Bf16()}], ids=["down", "both ways"])
 def test_codecs_give_the_same_bytes_for_any_number_of_workers(codecs: dict[str, Any]) -> None:
     settings = {"sync": rp.AllReduce(), "steps": 12, **codecs}

@@ -28,12 +28,13 @@ def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_diloco(
         assert cluster.run(train_locally_on_worker, case) == [_reference_hash(case)] * workers
 
 
-@pytest.mark.some("periods, fragments, buffers")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in LOCAL_CASES if name not in ON_ANY_NUMBER])
 def test_every_feature_gives_the_bytes_of_plain_diloco(case: str) -> None:
     with ProcessCluster(workers=2, servers=2) as cluster:
         assert cluster.run(train_locally_on_worker, case) == [_reference_hash(case)] * 2
 
 
+@pytest.mark.slow
 def test_what_the_inner_optimizer_keeps_makes_a_difference() -> None:
     assert _reference_hash("kept") != _reference_hash("fresh")

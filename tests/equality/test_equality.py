@@ -29,7 +29,7 @@ def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_pytorch(
         assert cluster.run(train_on_worker, case) == [_reference_hash(case)] * workers
 
 
-@pytest.mark.some("resnet accumulated and clipped")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("gpt", "resnet")])
 def test_every_feature_gives_the_bytes_of_plain_pytorch(case: str) -> None:
     with ProcessCluster(workers=2, servers=2) as cluster:

@@ -45,7 +45,7 @@ def test_a_bound_of_no_step_gives_the_bytes_of_sync() -> None:
     assert outcomes == [_under_sync()[1]] * 2
 
 
-@pytest.mark.some("Async(scale_by_staleness=False, delay_compensation=0.0, fold=2)-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(("sync", "replication"), [
     (rp.BoundedStaleness(1), 1),
     (rp.BoundedStaleness(3), 2),

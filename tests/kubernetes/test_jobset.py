@@ -52,6 +52,7 @@ def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
     return rendered("train.py", "--my-option", "3", **WAYS[request.param])
 
 
+@pytest.mark.slow
 def test_kubernetes_knows_all_that_its_own_kinds_say(manifests: list[Manifest]) -> None:
     jobset = the("JobSet", manifests)
     for manifest in manifests:

@@ -150,6 +150,7 @@ def test_four_machines_without_gpus_are_asked_for_as_the_help_says() -> None:
     assert text.startswith("20 M parameters (K = 80 MB), 4 GPUs on 4 hosts, computing 2 s a step; 1 Gbit/s")
 
 
+@pytest.mark.slow
 def test_ddp_and_fsdp_are_in_the_table_however_many_rows_there_are() -> None:
     text = said(*MODEL, *(word for number in range(1, 20) for word in ("--servers", str(number))))
     assert [len(re.findall(rf"(?m)^ *{name} ", text)) for name in ("DDP", "FSDP")] == [1, 1]
@@ -171,6 +172,7 @@ def test_a_model_of_few_shards_is_told_that_smaller_ones_would_be_quicker() -> N
     assert "With shards of" not in said(*small, "--set", "network.shard_bytes=32768")
 
 
+@pytest.mark.slow
 def test_a_job_that_links_hold_up_is_told_to_pace_them() -> None:
     waits = ["plan", "--model", "1e7", "--gpus", "4", "--servers", "4", "--link", "100Mbit", "--compute", "3s"]
     assert "With network.pace_mbit=97 4 servers would take" in said(*waits, "--set", "network.pacing=off")

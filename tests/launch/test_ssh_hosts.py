@@ -17,6 +17,7 @@ from support.netlab import Netlab
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(600)]
 
+
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Netlab]:
     with Netlab(hosts=2) as made:

@@ -217,6 +217,7 @@ MAKES = {
 TAKES = {"as_tensor", "asarray"}  # the type of what they are given
 
 
+@pytest.mark.slow
 def test_every_tensor_of_the_package_names_its_type_and_its_device() -> None:
     """What it does not name is the script's default. (The recipes are scripts.)"""
     package, nameless = Path(rallypoint.__file__).parent, []

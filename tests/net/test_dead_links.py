@@ -79,6 +79,7 @@ def cut_off() -> Iterator[tuple[Any, Any]]:
             ends[name].close()
 
 
+@pytest.mark.some("nothing")
 @pytest.mark.netns
 @pytest.mark.parametrize("sends", ["nothing", "a little", "more than is read"])
 def test_a_machine_that_is_gone_is_noticed_whatever_was_on_its_way(cut_off: tuple[Any, Any], sends: str) -> None:

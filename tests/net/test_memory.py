@@ -388,6 +388,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_has_lent_can_still_be_read() -> None:
     """It was whole when it was announced, and nobody can change it any more."""
     listener = TcpTransport().listen("127.0.0.1:0")
@@ -420,6 +421,7 @@ def test_what_a_killed_process_has_lent_can_still_be_read() -> None:
         listener.close()
 
 
+@pytest.mark.some("one host")
 def test_many_links_lend_at_once_and_every_byte_is_its_own(pair: Pair) -> None:
     """The sender writes the next payload as soon as it may."""
     free, rounds, got = threading.Semaphore(2), 200, []

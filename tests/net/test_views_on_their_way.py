@@ -6,7 +6,7 @@ from collections import deque
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.coordinator.joining import Tickets
@@ -109,7 +109,6 @@ def role(id: str) -> str:
     return {"s": "server", "g": "aggregator", "w": "worker"}[id[0]]
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
 @given(EVENTS)
 def test_in_the_end_all_have_the_same_view_and_the_tickets_of_who_got_it_whole(events: list[tuple[str, str]]) -> None:
     cluster = Cluster()

@@ -40,7 +40,7 @@ OPTIMIZERS = (
     rp.RMSprop(lr=0.1, momentum=0.9, centered=True, weight_decay=0.1),
     rp.ASGD(lr=rp.linear(0.1), t0=3, weight_decay=0.1),
 )
-PURE = settings(derandomize=True, deadline=None, max_examples=12)
+PURE = settings(max_examples=12)
 
 
 def _config(spec: Optimizer) -> JobConfig:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from samples import JOB, LAYOUT
 
@@ -23,8 +23,6 @@ from rallypoint.store.manifest import (
     encode_manifest,
     snapshot_id,
 )
-
-PURE = settings(derandomize=True, deadline=None, max_examples=60)
 
 
 def manifest(**changes: Any) -> Manifest:
@@ -51,7 +49,6 @@ def forged(data: dict[str, Any]) -> bytes:
 
 @pytest.mark.slow
 @given(st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False)), st.floats(0, 1e12))
-@PURE
 def test_a_manifest_comes_back_exactly(metrics: dict[str, float], created: float) -> None:
     written = manifest(metrics=metrics, created=created, stop=EarlyEnd(45, "enough", "worker1"))
     read = decode_manifest(encode_manifest(written))
@@ -113,7 +110,6 @@ def test_a_job_record_that_is_none_is_named() -> None:
 
 
 @given(st.integers(0, 10**12), st.integers(0, 1000))
-@PURE
 def test_names_sort_by_version_then_attempt(version: int, attempt: int) -> None:
     assert age(snapshot_id(version, attempt)) == (version, attempt)
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from samples import same
 
@@ -22,8 +22,6 @@ from rallypoint.store.record import MAX_ARRAY_BYTES, ShardRecord, decode_record,
 COMPRESSIONS = get_args(Compression)
 DTYPES = ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"]
 AWKWARD = np.array([0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000, 1, 0x807FFFFF, 0x7F800000, 0], np.uint32)
-
-PURE = settings(derandomize=True, deadline=None, max_examples=60)
 
 
 @st.composite
@@ -41,7 +39,6 @@ def shard_records(draw: st.DrawFn) -> ShardRecord:
 
 
 @given(shard_records(), st.sampled_from(COMPRESSIONS))
-@PURE
 def test_a_record_comes_back_bit_for_bit(record: ShardRecord, compression: Compression) -> None:
     assert same([decode_record(encode_record(record, compression))], [record])
 
@@ -56,7 +53,6 @@ def test_nan_payloads_negative_zero_and_denormals_survive(compression: Compressi
 
 
 @given(shard_records(), st.sampled_from(COMPRESSIONS), st.data())
-@PURE
 def test_what_is_cut_or_longer_is_refused(record: ShardRecord, compression: Compression, data: st.DataObject) -> None:
     encoded = encode_record(record, compression)
     for wrong in (encoded[: data.draw(st.integers(0, len(encoded) - 1))], encoded + b"\0"):
@@ -65,7 +61,6 @@ def test_what_is_cut_or_longer_is_refused(record: ShardRecord, compression: Comp
 
 
 @given(shard_records(), st.sampled_from(COMPRESSIONS), st.data())
-@PURE
 def test_no_changed_byte_ends_in_anything_but_a_record_or_our_error(
     record: ShardRecord, compression: Compression, data: st.DataObject
 ) -> None:

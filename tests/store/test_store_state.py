@@ -20,7 +20,7 @@ SHARD = build_layout([TensorSpec("w", (20,), "float32", 0)], shard_bytes=256).sh
 VERSION = 7
 CONFIG = resolve({"steps": 50, "sync": rp.AllReduce(), "optimizer": rp.AdamW(lr=1e-2)})
 OWN = with_own_optimizer(CONFIG, "mine")
-PURE = settings(derandomize=True, deadline=None, max_examples=300)
+PURE = settings(max_examples=300)
 
 
 def _words(count: int = SHARD.words, dtype: str = "float32") -> np.ndarray:

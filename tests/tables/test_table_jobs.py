@@ -23,7 +23,7 @@ ADAGRAD = rp.Adagrad(lr=rp.cosine(0.3, warmup=3), lr_decay=0.01)
 LAZY_ADAM = rp.AdamW(lr=rp.cosine(0.02, warmup=3), weight_decay=0.0)
 
 
-@pytest.mark.some("2-2-lazy adam")
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [SGD, LAZY_ADAM, ADAGRAD], ids=["sgd", "lazy adam", "adagrad"])
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (3, 3)])
 def test_a_table_on_the_servers_is_trained_as_by_plain_pytorch(optimizer: Any, workers: int, servers: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.codec.base import gradient_bytes
@@ -12,7 +12,6 @@ from rallypoint.core.layout import PART_BYTES, Layout, TensorSpec, build_layout,
 from rallypoint.errors import ModelError
 from rallypoint.net.frames import Header, Kind, pack, unpack
 
-PURE = settings(derandomize=True, deadline=None, max_examples=50)
 TOP = TensorSpec("top", (40, 3), "float32", 0)
 TABLES = st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 40)), min_size=1, max_size=3)
 
@@ -22,7 +21,6 @@ def _layout(*shapes: tuple[int, int], shard_bytes: int = 1024, specs: tuple[Tens
     return build_layout(specs, shard_bytes, None, tables)
 
 
-@PURE
 @given(TABLES, st.sampled_from([64, 1024, 1 << 20]))
 def test_every_row_of_a_table_is_in_one_part(shapes: list[tuple[int, int]], shard_bytes: int) -> None:
     layout = _layout(*shapes, shard_bytes=shard_bytes)
@@ -51,7 +49,6 @@ def test_a_row_that_no_frame_carries_is_refused_before_the_job(columns: int) -> 
         _layout((10, 3), (5, columns))
 
 
-@PURE
 @given(TABLES)
 def test_the_vector_and_its_shards_are_those_without_tables(shapes: list[tuple[int, int]]) -> None:
     bare, layout = build_layout([TOP], 1024), _layout(*shapes)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rallypoint as rp
@@ -31,7 +31,6 @@ from rallypoint.server.rows import OwnedRows, first_rows, fits_rows
 from rallypoint.store.record import decode_record, encode_record
 
 ROWS, COLUMNS = 40, 3
-PURE = settings(derandomize=True, deadline=None, max_examples=40)
 IDS = st.sets(st.integers(0, ROWS - 1)).map(sorted)
 
 
@@ -43,7 +42,6 @@ def _gradient(ids: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- payloads ----
 
 
-@PURE
 @given(IDS)
 def test_a_gradient_survives_the_wire_and_is_as_long_as_its_rows(chosen: list[int]) -> None:
     ids, values = _gradient(chosen, 1)
@@ -55,7 +53,6 @@ def test_a_gradient_survives_the_wire_and_is_as_long_as_its_rows(chosen: list[in
     assert torch.equal(found[1], values)
 
 
-@PURE
 @given(IDS)
 def test_a_pull_survives_the_wire(chosen: list[int]) -> None:
     ids, _ = _gradient(chosen, 1)
@@ -81,7 +78,6 @@ def test_a_payload_that_is_not_what_it_says_is_refused(change: bytes) -> None:
 # ---- sums and updates ----
 
 
-@PURE
 @given(st.lists(IDS, min_size=1, max_size=5))
 def test_a_sum_of_rows_has_the_bytes_of_the_sum_of_whole_tables(parts: list[list[int]]) -> None:
     total, dense = RowSum(COLUMNS), torch.zeros(ROWS, COLUMNS)

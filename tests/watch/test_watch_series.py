@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,7 @@ def test_no_value_is_lost_however_few_points_there_are(values: list[float], most
         assert math.isclose(point.total, math.fsum(own), rel_tol=1e-9, abs_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_million_steps_are_two_thousand_points() -> None:
     series = Series()
     for step in range(1_000_000):

@@ -69,6 +69,7 @@ def same_as_sent(loss: Loss = entropy, make: Callable[[], torch.nn.Module] = bui
     return own
 
 
+@pytest.mark.some("settings0", "settings6")
 @pytest.mark.parametrize(
     "settings",
     [

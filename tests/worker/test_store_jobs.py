@@ -33,6 +33,7 @@ def counting(job: rp.Job, sync: Any, contributors: int, steps: int) -> tuple[lis
     return w[:1].tolist(), float(b[0])
 
 
+@pytest.mark.some("sync")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_push_counts_once(policy: str) -> None:
     with ProcessCluster(workers=2, servers=2) as cluster:

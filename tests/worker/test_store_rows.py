@@ -36,6 +36,7 @@ def pushing(job: rp.Job, sync: Any) -> list[list[float]]:
     return found
 
 
+@pytest.mark.some("sync")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_push_of_rows_counts_once(policy: str) -> None:
     with ProcessCluster(workers=2, servers=2) as cluster:

@@ -79,6 +79,7 @@ def test_a_process_that_is_told_to_leave_is_replaced(tmp_path: Path) -> None:
     assert "start another process in the place of this one" not in text  # said to the launcher
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_with_75_for_reasons_of_its_own_fails_the_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys, rallypoint as rp\nrp.join()\nsys.exit(75)\n")
@@ -116,6 +117,7 @@ def test_a_standby_process_takes_the_place_of_a_killed_one(tmp_path: Path) -> No
     assert "replica 1 begins at 7" in text
 
 
+@pytest.mark.some("error")
 @pytest.mark.parametrize(("last", "sentence"), [
     ("", "its script has ended at step 1 of 5: call optimizer.finish()"),
     ("raise ValueError('no such file')", "failed: worker0: ValueError: no such file"),

@@ -22,6 +22,7 @@ def advised(found: ModeAdvice) -> tuple[str, int]:
     return mode, found.ranks
 
 
+@pytest.mark.some("machines1-*", "machines5-*", "machines3-*")
 @pytest.mark.parametrize(
     ("machines", "how", "mode", "ranks", "why"),
     [  # (workers, hosts, servers)

@@ -17,7 +17,6 @@ from rallypoint.data.dataset import fetch
 from failing_store import FailingStore, failing_store  # isort: skip
 
 
-
 @pytest.fixture
 def store(monkeypatch: Any) -> Iterator[Any]:
     with failing_store(monkeypatch) as made:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rallypoint as rp
@@ -36,7 +36,6 @@ def test_samples_are_windows_and_their_targets(tmp_path: Path) -> None:
         data[4]
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=5).filter(lambda sizes: max(sizes) > 9),
     st.integers(1, 9), st.integers(1, 12), st.sampled_from([0, 6]),
