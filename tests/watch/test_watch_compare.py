@@ -69,7 +69,9 @@ def test_two_runs_are_compared_in_the_terminal_too(tmp_path: Path, monkeypatch: 
     """Over ssh there is no browser. The learning rate is in the scripts, and the members have agreed on it."""
     monkeypatch.setattr("rallypoint.cli.watching.resolved_of", lambda run: {"optimizer.lr": f"0.{ord(run.name)}"})
     runs = [str(run(tmp_path / name, last)) for name, last in (("a", 3), ("b", 5))]
-    result = CliRunner().invoke(cli.app, ["watch", *runs, "--terminal"])
+    (tmp_path / "c").mkdir()  # runs/* names it too
+    result = CliRunner().invoke(cli.app, ["watch", *runs, str(tmp_path / "c"), "--terminal"])
     assert result.exit_code == 0, result.output
     for said in ("optimizer.lr  0.97  0.98", "a  finished  step 3", "b  finished  step 5", "loss of a", "loss of b"):
         assert said in result.output
+    assert f"left out, without events.jsonl: {tmp_path / 'c'}" in result.output

@@ -21,6 +21,7 @@ from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.launch.observing.beside import facts_of, follow, resolved_of
 from rallypoint.launch.options import RunFolder
+from rallypoint.watch.follow import EVENTS
 
 _NICE = 10  # so much behind the run's own processes, where processors are short
 
@@ -53,6 +54,7 @@ def watch(
     for name, given in (("--track", track), ("--buttons", buttons)):
         if given and len(runs) > 1:
             raise UsageError(f"{name} is for one run: name one folder")
+    runs = _begun(runs)
     if track:
         _track(runs[0], track)
     elif terminal:
@@ -78,6 +80,14 @@ def _serve(run: Path, port: int, *, buttons: bool) -> None:
     with served(run, facts_of(run), port, operator, functools.partial(resolved_of, run)) as (address, server):
         print(f"the page of {run}: {address}", flush=True)
         server.answer()
+
+
+def _begun(runs: list[Path]) -> list[Path]:
+    """Those that have a log, if any has one: ``runs/*`` names other folders too."""
+    begun = [run for run in runs if (run / EVENTS).is_file()] or runs
+    if left_out := [str(run) for run in runs if run not in begun]:
+        print(f"left out, without {EVENTS}: {', '.join(left_out)}", file=sys.stderr)
+    return begun
 
 
 def _named(runs: list[Path]) -> dict[str, Path]:

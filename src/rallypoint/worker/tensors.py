@@ -516,14 +516,20 @@ class ModelTensors:
 
 
 def weights_hash(model: torch.nn.Module) -> str:
-    """Return the sha256 over the names, dtypes, shapes and bytes of the model's state_dict.
+    """Return the sha256 over the names, dtypes, shapes and bytes of the tensors in the model's state_dict.
 
     The bytes of tables are left out, because workers do not hold them.
     """
+    return state_hash(model.state_dict())
+
+
+def state_hash(state: Mapping[str, Any]) -> str:
+    """Return the sha256 of a state_dict's tensors: see `weights_hash`."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(b"" if tensor.is_meta else _raw(tensor))
+    for name, tensor in sorted(state.items()):
+        if isinstance(tensor, torch.Tensor):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(b"" if tensor.is_meta else _raw(tensor))
     return digest.hexdigest()
 
 
@@ -564,9 +570,9 @@ def hash_of(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(_raw(tensor), digest_size=16).hexdigest()
 
 
-def _raw(tensor: torch.Tensor) -> bytes:
+def _raw(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+    return flat.view(torch.uint8).numpy().data
 
 
 # ---- Parameters that are late: whatever reads one of them waits until its new values are installed ----

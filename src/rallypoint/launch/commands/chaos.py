@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import hashlib
 import itertools
 import random
 import signal
@@ -29,6 +28,7 @@ from rallypoint.launch.plan import Launch
 from rallypoint.launch.run import INTERRUPTED, ClusterRun, launch
 from rallypoint.store.export import model_state
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.worker.tensors import state_hash
 
 _WINDOW_S = 20.0  # seconds after a fault in which its stall is searched
 
@@ -388,12 +388,8 @@ def _job_of(plan: Launch) -> JobRecord:
 
 
 def _hash(plan: Launch) -> str:
-    """Return the sha256 of the names and bytes of the model in the last snapshot."""
+    """Return the hash of the model in the last snapshot: what its worker says at the end."""
     store = SnapshotStore(plan.snapshots)
     manifest = store.latest_usable(lambda text: None)
     assert manifest is not None
-    digest = hashlib.sha256(f"version {manifest.version}".encode())
-    for name, tensor in sorted(model_state(store, manifest).items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().view(-1).numpy().tobytes())
-    return digest.hexdigest()
+    return state_hash(model_state(store, manifest))

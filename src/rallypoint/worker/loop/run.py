@@ -22,6 +22,7 @@ from rallypoint.data.order import Place
 from rallypoint.data.processes import LoaderProcesses
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
+from rallypoint.observe.lenient import say
 from rallypoint.observe.trace import LOAD
 from rallypoint.parallel import whole_of
 from rallypoint.worker.evaluations import Evaluation, Evaluations, Registered, check_period
@@ -35,7 +36,7 @@ from rallypoint.worker.module_hooks import Activations, ForwardChecks
 from rallypoint.worker.precision import Autocast, Losses, losses_of
 from rallypoint.worker.ranks.followers import LEFT_LOOP, Logged, mean_of
 from rallypoint.worker.sources.local import Ahead
-from rallypoint.worker.tensors import Carried, Carry
+from rallypoint.worker.tensors import Carried, Carry, weights_hash
 
 # ---- The passes of the replica that is being computed: forward inside of ``with micro:``, and backward ----
 
@@ -594,6 +595,8 @@ class Run:
         self.release_model()
         check_last(self._exchange.step, self._exchange.end.last)
         self._versions.restore_buffers()
+        if self._parts.alone and self._parts.streamed is None and self._parts.leads():
+            say(f"weights sha256 {weights_hash(self._parts.model)}")
 
     def finish(self) -> None:
         """Take part in the job until its end if the script has left the loop; else do nothing.
