@@ -1,13 +1,12 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`.
-# Tests run in JOBS processes: two more than there are cores, because many tests wait for others; and one more than that
-# for all tests, of which the long ones wait the most.
+# Tests run in JOBS processes: three more than there are cores, because many tests wait for others.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 ARGS ?=
-QUARTER ?=
-JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 2 + (os.cpu_count() or 1)))')
+EIGHTH ?=
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 3 + (os.cpu_count() or 1)))')
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # Hundreds of processes start in the tests: each would compile the package anew where bytecode is not kept.
@@ -38,9 +37,8 @@ train: setup ## Train a small GPT on real text through 2 workers and 2 servers; 
 test: setup ## Run the tests, in a few minutes; ARGS="-k name" for some of them, JOBS=1 for one after another
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: JOBS = $(shell $(PYTHON) -c 'import os; print(min(8, 3 + (os.cpu_count() or 1)))')
-test-all: setup ## Run all tests, with the long plays and every variant; QUARTER=0, 1, 2 or 3 for a quarter of those, as in CI
-	QUARTER=$(QUARTER) $(PYTEST) $(ARGS)
+test-all: setup ## Run all tests, with the long plays and every variant; EIGHTH=0, ... or 7 for an eighth of those, as in CI
+	EIGHTH=$(EIGHTH) $(PYTEST) $(ARGS)
 
 quick: setup ## Run the tests that start no whole programs
 	$(PYTEST) -m "not slow and not programs" $(ARGS)

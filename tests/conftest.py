@@ -21,7 +21,7 @@ import torch
 from support import netlab
 
 GRACE_S = 2.0  # for what is on its way out when a test ends
-_QUARTER = os.environ.get("QUARTER", "")
+_EIGHTH = os.environ.get("EIGHTH", "")
 _OURS_TO_KEEP = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # one per session, by design
 _MAY_CHANGE = {
     "PYTEST_CURRENT_TEST",  # pytest's own
@@ -60,15 +60,15 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`@pytest.mark.some("a*", "b")`: only the cases whose ids match are in `make test`; the others are slow.
 
-    With QUARTER=n in the environment, only every fourth of the slow tests is run: 0, 1, 2 and 3 together are all.
+    With EIGHTH=n in the environment, only every eighth of the slow tests is run: 0 to 7 together are all.
     """
     for item in items:
         some = item.get_closest_marker("some")
         if some is not None and not any(fnmatch(item.callspec.id, pattern) for pattern in some.args):  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
-    if _QUARTER:
+    if _EIGHTH:
         slow = [item for item in items if item.get_closest_marker("slow") is not None]
-        left_out = {item for number, item in enumerate(slow) if (number - int(_QUARTER)) % 4}
+        left_out = {item for number, item in enumerate(slow) if (number - int(_EIGHTH)) % 8}
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
@@ -89,7 +89,7 @@ def _no_lab() -> str:
 
 
 def pytest_report_header() -> str:
-    return f"of the slow tests, quarter {int(_QUARTER) % 4} of 0, 1, 2 and 3" if _QUARTER else ""
+    return f"of the slow tests, eighth {int(_EIGHTH) % 8} of 0 to 7" if _EIGHTH else ""
 
 
 @pytest.fixture(autouse=True, scope="session")
