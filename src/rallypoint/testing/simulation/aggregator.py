@@ -29,7 +29,8 @@ TICK_S = 0.25
 
 class _FromWorker(WireChannel):
     def refuse(self, reason: str) -> None:
-        """The worker uses the servers then."""
+        """The worker uses the servers then. No honest one sends what is no block."""
+        assert "are no block" not in reason, f"{self.name} is refused: {reason}"
         self.wire.cut()
 
 
