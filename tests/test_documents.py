@@ -18,7 +18,7 @@ from rallypoint.cli import app
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-MOST_README, MOST_GUIDE, MOST_TOGETHER = 700, 900, 44_200  # words, as `wc -w` counts them
+MOST_README, MOST_GUIDE, MOST_TOGETHER = 700, 900, 44_500  # words, as `wc -w` counts them
 REFERENCE = {"architecture", "internals", "mode-table", "performance", "protocol", "security"}
 
 
