@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -57,3 +58,17 @@ def test_the_tutorial_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pyte
         assert f"{name} was killed (SIGKILL): starting another" in log
     assert "going on from step " in output
     assert output.endswith("the same bytes\n")
+
+
+def test_the_notebook_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    """Its cells as one program. (In Jupyter it is played by hand.)"""
+    cells = json.loads((PAGE.parents[1] / "examples/tutorial.ipynb").read_text())["cells"]
+    program = tmp_path / "cells.py"
+    program.write_text("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
+    done = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr
+    alone, cluster = re.findall(r"^weights sha256 (\w{64})$", done.stdout, re.MULTILINE)
+    assert alone == cluster
+    for name in ("worker", "server"):
+        assert re.search(rf"{name}\d was killed \(SIGKILL\): starting another", done.stdout)
+    assert re.search(r"^\d\d% right$", done.stdout, re.MULTILINE)
