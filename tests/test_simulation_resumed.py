@@ -77,7 +77,7 @@ def _forgets(state: Any, command: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "name", "instead", "first", "said"), [
     (Succession, "begin", _begins_anew, 1000, "begins with first weights of"),
-    (Origin, "is_elsewhere", False, 1070, "aborted: "),
+    (Origin, "is_elsewhere", False, 1130, "aborted: "),
     (resuming, "begun_by", _forgets, 1000, "the same command goes back to step"),
 ], ids=["first-weights", "a-fork-without-a-way-back", "back-to-the-snapshot"])  # fmt: skip
 def test_a_planted_defect_is_found(
