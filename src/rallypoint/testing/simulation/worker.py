@@ -170,9 +170,9 @@ class SimulatedWorker:
             self.exchange.holds, self.model = 0, contents
         state = (lambda shard: self._record(shard, contents)) if self.job.stateful_workers else None
         self.exchange.initialise(lambda start, stop: self._words(start, stop, contents), state)
-        if self.node.world.spring("drop first"):
-            if to_servers := [wire for wire in self.node.wires if wire.ends[1].name.startswith("server")]:
-                self.node.world.random.choice(to_servers).cut()
+        to_servers = [wire for wire in self.node.wires if wire.ends[1].name.startswith("server")]
+        if self.node.world.spring("drop first") and to_servers:
+            self.node.world.random.choice(to_servers).cut()
 
     def _words(self, start: int, stop: int, contents: list[Content]) -> torch.Tensor:
         """A shard's first values; servers compute the first rows of tables."""
