@@ -25,8 +25,8 @@ from rallypoint.core.worker.slots import (
     ReplicaAbandoned,
     ReplicaComputed,
     Send,
-    Sent,
     Slot,
+    SlotSent,
     Viewed,
 )
 from rallypoint.worker.exchange.exchange import JobEnd
@@ -95,7 +95,7 @@ class _Bench:
                 sends += [effect for effect in self.handle(Filled(shard)) if isinstance(effect, Send)]
         self.handle(ReplicaComputed())
         for send in sends:
-            self.handle(Sent(send.shard, send.serial))
+            self.handle(SlotSent(send.shard, send.serial))
 
     def begin_early(self) -> None:
         action = self.machine.next_action()

@@ -21,8 +21,8 @@ from rallypoint.core.worker.slots import (
     LinkLost,
     LinkUp,
     Send,
-    Sent,
     Slot,
+    SlotSent,
     UploadFirst,
     Viewed,
 )
@@ -71,7 +71,7 @@ class _Bench:
         return send
 
     def sent(self, send: Send) -> list[Effect]:
-        return self.say(Sent(send.shard, send.serial))
+        return self.say(SlotSent(send.shard, send.serial))
 
     def arrives(self, shard: int, version: int) -> None:
         assert self.say(Arriving(shard, version, V1)) == [Land(shard)]

@@ -23,7 +23,7 @@ from rallypoint.core.worker.slots import (
     Land,
     Landed,
     Send,
-    Sent,
+    SlotSent,
 )
 
 A0 = Member("a0", "rack", "a0", 7)
@@ -84,7 +84,7 @@ class Bench:
                 for effect in machine.handle(Filled(shard)):
                     if isinstance(effect, Send):
                         sent.append((shard, effect.server))
-                        machine.handle(Sent(shard, effect.serial))
+                        machine.handle(SlotSent(shard, effect.serial))
         self.shell.end_replica(whole=True)
         return sent
 

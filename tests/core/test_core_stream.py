@@ -27,8 +27,8 @@ from rallypoint.core.worker.slots import (
     ReplicaAbandoned,
     ReplicaComputed,
     Send,
-    Sent,
     Slot,
+    SlotSent,
     ToWait,
     UploadFirst,
     Viewed,
@@ -118,7 +118,7 @@ class _Bench:
             if self.machine.contributes(shard, replica) and self.machine.may_fill(shard):
                 sends += [effect for effect in self.fill(shard) if isinstance(effect, Send)]
         for send in sends if sent else ():
-            self.handle(Sent(send.shard, send.serial))
+            self.handle(SlotSent(send.shard, send.serial))
         self.after = self.handle(ReplicaComputed())
         return sends
 
@@ -222,8 +222,8 @@ def test_which_replica_is_next_is_decided_once_for_all_shards_of_a_step() -> Non
     assert isinstance(first, Send)
     assert isinstance(second, Send)
     assert (first.wants, second.wants) == (1, 1)
-    bench.handle(Sent(0, first.serial))
-    bench.handle(Sent(1, second.serial))
+    bench.handle(SlotSent(0, first.serial))
+    bench.handle(SlotSent(1, second.serial))
     assert bench.handle(ReplicaComputed()) == _wants(0, 0, 1)  # and once it is over, what is wanted now
 
 
@@ -238,7 +238,7 @@ def test_a_buffer_shard_gets_replica_0_alone_and_is_asked_for_the_others_too() -
     assert bench.machine.may_fill(1) is None
     (send,) = bench.fill(0)
     assert isinstance(send, Send)
-    bench.handle(Sent(0, send.serial))
+    bench.handle(SlotSent(0, send.serial))
     assert bench.handle(ReplicaComputed()) == _wants(0, 1)
 
 
@@ -255,7 +255,7 @@ def test_a_slot_may_not_be_filled_again_before_its_gradient_has_left() -> None:
     bench = _in_turn(2, [0, 1])
     (first, _) = bench.compute(sent=False)
     assert bench.machine.slots.unsent == [0, 1]
-    bench.handle(Sent(0, first.serial))
+    bench.handle(SlotSent(0, first.serial))
     assert bench.machine.slots.unsent == [1]
     assert bench.arrive(0, 1, 0) == [Land(0)]
     # An answer that overtakes the news that the gradient has left finds no room, and is asked for again.
@@ -268,11 +268,11 @@ def test_late_news_of_sending_does_not_free_what_is_in_the_slot_now() -> None:
     bench.handle(LinkLost("s0"))
     bench.handle(LinkUp("s0"))
     bench.land(0, 0)
-    bench.handle(Sent(0, first.serial))
+    bench.handle(SlotSent(0, first.serial))
     assert bench.slot(0) is Slot.LANDED
     bench.installed()
     bench.compute(sent=False)
-    bench.handle(Sent(0, first.serial))
+    bench.handle(SlotSent(0, first.serial))
     assert bench.machine.slots.unsent == [0]
 
 
@@ -282,10 +282,10 @@ def test_an_answer_that_comes_too_early_is_asked_for_again_once_the_step_is_over
     (first,) = bench.fill(0)
     assert bench.arrive(0, 0, 1) == [DropArriving(0)]
     assert isinstance(first, Send)
-    bench.handle(Sent(0, first.serial))
+    bench.handle(SlotSent(0, first.serial))
     (second,) = bench.fill(1)
     assert isinstance(second, Send)
-    bench.handle(Sent(1, second.serial))
+    bench.handle(SlotSent(1, second.serial))
     assert bench.handle(ReplicaComputed()) == _wants(0, 0)
 
 
@@ -294,7 +294,7 @@ def test_an_answer_may_land_while_other_shards_of_the_step_are_still_computed() 
     bench.begin()
     (first,) = bench.fill(0)
     assert isinstance(first, Send)
-    bench.handle(Sent(0, first.serial))
+    bench.handle(SlotSent(0, first.serial))
     assert bench.arrive(0, 0, 1, version=5) == [Land(0)]
     assert bench.machine.may_fill(0) is None  # this turn's has been sent
     bench.handle(Landed(0))
@@ -353,7 +353,7 @@ def test_a_replica_that_turns_out_to_be_finished_before_its_step_is_over_is_not_
     for shard in (0, 1):  # who had it before has computed it to the end: the servers drop this step as a repeat
         (send,) = bench.fill(shard)
         assert isinstance(send, Send)
-        bench.handle(Sent(shard, send.serial))
+        bench.handle(SlotSent(shard, send.serial))
         bench.land(0, 4, [shard])
     assert bench.handle(ReplicaComputed()) == _wants(EVERYTHING, 0, 1)
     assert bench.machine.next_action() is None
@@ -368,7 +368,7 @@ def test_a_replica_that_was_finished_on_a_lost_primary_goes_on_where_the_new_one
     for shard in (0, 1):
         (send,) = bench.fill(shard)
         assert isinstance(send, Send)
-        bench.handle(Sent(shard, send.serial))
+        bench.handle(SlotSent(shard, send.serial))
         bench.land(0, 4, [shard])
     bench.handle(LinkLost("s1"))
     assert bench.handle(ReplicaComputed()) == []
@@ -461,7 +461,7 @@ def test_that_a_replica_has_to_wait_changes_nothing_in_the_step_in_progress() ->
     assert isinstance(send, Send)
     assert send.wants == 1
     assert bench.handle(ToWait(1, 7)) == []
-    bench.handle(Sent(0, send.serial))
+    bench.handle(SlotSent(0, send.serial))
     bench.fill(1)
     assert bench.handle(ReplicaComputed()) == _wants(0, 0, 1)  # only now: another is further behind
     assert bench.machine.upcoming == (1, 0)
@@ -484,7 +484,7 @@ def test_what_may_not_have_arrived_is_computed_again_and_nothing_else() -> None:
     for shard in (0, 1, 2):
         (send,) = bench.fill(shard)
         assert isinstance(send, Send)
-        bench.handle(Sent(shard, send.serial))
+        bench.handle(SlotSent(shard, send.serial))
     assert bench.arrive(0, 0, 1) == [Land(0)]
     bench.handle(Landed(0))
     bench.handle(LinkLost("s0"))  # shards 0 and 2: an answer says nothing of what was sent with the question
@@ -555,8 +555,8 @@ def test_what_another_replica_contributed_may_be_lost_with_a_primary_in_the_midd
     bench.handle(Viewed(_view(2, [0, 1], count=2, homes=["s0", "s0"])))  # server 1 had not replicated all of it
     bench.fill(1)
     assert bench.handle(ReplicaComputed()) == [AskNext(0, 0, "s0"), AskNext(1, 0, "s0")]
-    bench.handle(Sent(0, 3))
-    bench.handle(Sent(1, 4))
+    bench.handle(SlotSent(0, 3))
+    bench.handle(SlotSent(1, 4))
     bench.land(0, 1, [0])
     bench.land(0, 0, [1])
     assert bench.machine.next_action() == Install(0)

@@ -30,8 +30,8 @@ from rallypoint.core.worker.slots import (
     ReplicaAbandoned,
     ReplicaComputed,
     Send,
-    Sent,
     Slot,
+    SlotSent,
     UploadFirst,
     Viewed,
 )
@@ -117,7 +117,7 @@ class _Bench:
                 sends += [effect for effect in self.fill(shard) if isinstance(effect, Send)]
         self.handle(ReplicaComputed())
         for send in sends if sent else ():
-            self.handle(Sent(send.shard, send.serial))
+            self.handle(SlotSent(send.shard, send.serial))
         return sends
 
 
@@ -216,11 +216,11 @@ def test_replicas_are_computed_one_after_the_other_and_sent_under_their_own_name
 def test_a_slot_may_not_be_filled_again_before_its_gradient_has_left() -> None:
     bench = _at_step_0(2, [0, 1])
     first, second = bench.compute(sent=False)
-    bench.handle(Sent(1, second.serial))
+    bench.handle(SlotSent(1, second.serial))
     assert bench.begin() == 1
     assert (bench.machine.may_fill(0), bench.machine.may_fill(1)) == (False, True)
     assert bench.machine.slots.unsent == [0]
-    bench.handle(Sent(0, first.serial))
+    bench.handle(SlotSent(0, first.serial))
     assert bench.machine.may_fill(0)
     assert bench.machine.slots.unsent == []
 
@@ -262,9 +262,9 @@ def test_late_news_of_sending_does_not_free_a_slot_that_is_queued_again() -> Non
     bench.handle(LinkUp("s0"))
     (second,) = bench.compute(sent=False)  # replica 0 again: nobody knows whether it has come through
     assert (first.replica, second.replica) == (0, 0)
-    bench.handle(Sent(0, first.serial))
+    bench.handle(SlotSent(0, first.serial))
     assert bench.machine.slots.unsent == [0]
-    bench.handle(Sent(0, second.serial))
+    bench.handle(SlotSent(0, second.serial))
     assert bench.machine.slots.unsent == []
 
 
@@ -274,10 +274,10 @@ def test_a_version_does_not_land_over_a_gradient_that_is_being_sent_and_is_fetch
     sends = bench.compute(sent=False)
     assert bench.arrive(0, 1) == [DropArriving(0)]
     assert bench.machine._slots[0] is Slot.QUEUED
-    assert bench.handle(Sent(0, sends[0].serial)) == [Fetch(0, 1, sends[0].server)]
+    assert bench.handle(SlotSent(0, sends[0].serial)) == [Fetch(0, 1, sends[0].server)]
     assert bench.arrive(0, 1) == [Land(0)]
     bench.handle(Landed(0))
-    assert bench.handle(Sent(0, sends[0].serial)) == []
+    assert bench.handle(SlotSent(0, sends[0].serial)) == []
     assert bench.machine.missing == [1]
 
 

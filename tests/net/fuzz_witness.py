@@ -18,7 +18,7 @@ _ORDER = {Kind.INITIAL: 0, Kind.VERSION: 1, Kind.PUSH: 2}  # version t comes bef
 _SHOWN = 6  # differences, of each kind
 
 
-class Sent(NamedTuple):
+class SlotSent(NamedTuple):
     """What a frame says, apart from its values. In this order one follows from the other."""
 
     step: int
@@ -45,7 +45,7 @@ class Witness(Tap):
 
     def __init__(self) -> None:
         super().__init__()
-        self._digests: dict[Sent, set[str]] = defaultdict(set)
+        self._digests: dict[SlotSent, set[str]] = defaultdict(set)
         self._processes: set[tuple[str, int]] = set()  # of the job's own members: id and incarnation
         self._views = 0
 
@@ -53,7 +53,7 @@ class Witness(Tap):
         header = frame.header
         if header.kind in _ORDER:
             pushed = header.kind is Kind.PUSH
-            what = Sent(
+            what = SlotSent(
                 header.step, _ORDER[header.kind], header.shard, header.replica if pushed else 0,
                 header.base if pushed else 0, header.codec,
             )  # fmt: skip
@@ -90,7 +90,7 @@ class Witness(Tap):
         given_up = len(self._processes) - len({id for id, _ in self._processes})
         return "; ".join([*parts, f"{self._views} views, {given_up} members came back as new ones"])
 
-    def _listed(self, those: list[Sent], undisturbed: Witness) -> str:
+    def _listed(self, those: list[SlotSent], undisturbed: Witness) -> str:
         """As in "shard 2 is 0a1b2c3d, not 4e5f6a7b"."""
         found = [
             f"{what.where} is {_either(self._digests[what])}, not {_either(undisturbed._digests[what])}"

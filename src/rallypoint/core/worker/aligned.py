@@ -43,9 +43,9 @@ from rallypoint.core.worker.slots import (
     ReplicaAbandoned,
     ReplicaComputed,
     Send,
-    Sent,
     Slot,
     SlotMachine,
+    SlotSent,
     ToWait,
     Unanimity,
     UploadFirst,
@@ -220,7 +220,7 @@ class WorkerMachine(SlotMachine):
         match event:
             case Filled(shard=shard, part=part):
                 return self._filled(shard, part)
-            case Sent(shard=shard, serial=serial):
+            case SlotSent(shard=shard, serial=serial):
                 self._slots.sent(shard, serial)
                 return self._seek(shard)
             case Arriving():
@@ -517,7 +517,7 @@ class OverlapMachine(WorkerMachine):
 
     def handle(self, event: Event) -> list[Effect]:
         """Take one event; return the effects, to be run in order."""
-        if isinstance(event, (Filled, Sent, Landed)):
+        if isinstance(event, (Filled, SlotSent, Landed)):
             return WorkerMachine.handle(self, event)  # of one shard: nothing that is early becomes stale by it
         early = self.early
         if isinstance(event, ReplicaAbandoned):

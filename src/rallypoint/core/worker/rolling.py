@@ -36,9 +36,9 @@ from rallypoint.core.worker.slots import (
     LinkLost,
     LinkUp,
     Send,
-    Sent,
     Slot,
     SlotMachine,
+    SlotSent,
     UploadFirst,
     Viewed,
 )
@@ -121,7 +121,7 @@ class RollingMachine(SlotMachine):
         match event:
             case Filled(shard=shard):
                 return self._filled(shard)
-            case Sent(shard=shard, serial=serial):
+            case SlotSent(shard=shard, serial=serial):
                 self._slots.sent(shard, serial)
                 return self._seek(shard)
             case Arriving():

@@ -117,7 +117,7 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SlotSent:
     """The gradient that was queued with this serial number was sent: its bytes may be used again."""
 
     shard: int
@@ -176,7 +176,7 @@ class Installed:
 
 
 Event = (
-    Viewed | LinkUp | LinkLost | Assisted | Filled | Sent | ReplicaComputed | ReplicaAbandoned | Arriving | ToWait
+    Viewed | LinkUp | LinkLost | Assisted | Filled | SlotSent | ReplicaComputed | ReplicaAbandoned | Arriving | ToWait
     | Landed | Installed
 )  # fmt: skip
 
@@ -186,7 +186,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the slot to `server` as this replica's contribution, with that view's number; then report `Sent(serial)`.
+    """Send the slot to `server` as this replica's contribution, with that view's number; report `SlotSent(serial)`.
 
     `step` is the shard's own version. The slot is the sum of `count` replicas, the first of which is `replica`. Under a
     streaming policy the contribution was computed from the shard's version `base`, and the server answers with the

@@ -38,9 +38,9 @@ from rallypoint.core.worker.slots import (
     ReplicaAbandoned,
     ReplicaComputed,
     Send,
-    Sent,
     Slot,
     SlotMachine,
+    SlotSent,
     ToWait,
     Unanimity,
     UploadFirst,
@@ -136,7 +136,7 @@ class StreamMachine(SlotMachine):
         match event:
             case Filled(shard=shard):
                 return self._filled(shard)
-            case Sent(shard=shard, serial=serial):
+            case SlotSent(shard=shard, serial=serial):
                 self._slots.sent(shard, serial)
                 return []
             case Arriving():
@@ -203,7 +203,7 @@ class StreamMachine(SlotMachine):
         if event.replica != self._next or not self._asked[shard] or self._slots[shard] in (Slot.LANDING, Slot.LANDED):
             return [DropArriving(shard)]  # not wanted (any more), or here already
         if self._installing >= 0 or self._slots[shard] is not Slot.FREE:
-            self._asked[shard] = False  # the slot is still in use (its `Sent` may come after this answer): ask again
+            self._asked[shard] = False  # the slot is in use (its `SlotSent` may come after this answer): ask again
             return [DropArriving(shard), *self._ask()]
         self._slots[shard] = Slot.LANDING
         self._answers[shard], self.landed[shard] = event.clock, event.version

@@ -13,7 +13,7 @@ import torch
 from rallypoint.core.layout import Layout
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.shell import WorkerShell
-from rallypoint.core.worker.slots import Arriving, CodecEffect, Effect, Event, Land, Landed, Sent, Slot, Slots
+from rallypoint.core.worker.slots import Arriving, CodecEffect, Effect, Event, Land, Landed, Slot, Slots, SlotSent
 from rallypoint.errors import ProtocolError
 from rallypoint.net.pool import bytes_of
 from rallypoint.observe.waits import Progress, SharedCores, wait_until
@@ -181,7 +181,7 @@ class LockedShell:
     def sent(self, shard: int, serial: int) -> None:
         """A slot's gradient has been sent."""
         with self.changed:
-            effects = self.machine.handle(Sent(shard, serial))
+            effects = self.machine.handle(SlotSent(shard, serial))
             if self.memory is not None:
                 self.memory.free(self.machine.slots)
             if self._claiming:  # otherwise the main thread waits for a version, and would wake for every shard in vain
