@@ -115,7 +115,7 @@ def test_a_process_that_is_killed_in_mid_epoch_goes_on_there(tmp_path: Path) -> 
     status, text = run_program(given, tmp_path / "output", env=dict(os.environ), cwd=tmp_path, timeout=240.0)
     assert status == 0, text
     weights, step, _ = fit_lightning(None, str(tmp_path / "plain"), accumulate=2)
-    assert re.findall(r"weights (\w+) (\d+)", text) == [(weights, str(step))] * 2, text
+    assert re.findall(r"weights (?!sha256)(\w+) (\d+)", text) == [(weights, str(step))] * 2, text
     assert "was killed (SIGKILL): starting another" in text
 
 
