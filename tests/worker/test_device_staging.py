@@ -134,7 +134,7 @@ def test_a_loss_that_is_on_the_host_already_needs_no_stream() -> None:
 
 
 def test_a_copy_leaves_no_trace_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread is on GPU 0 at first. ``torch.cuda.stream`` goes back there by cudaSetDevice, which takes memory of it."""
+    """A thread is on GPU 0 at first. ``torch.cuda.stream`` goes back there by cudaSetDevice, and takes memory of it."""
     entered, copies = list[Any](), object.__new__(CudaCopies)
     copies._device, copies._stream = torch.device("cuda", 1), "side"  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())

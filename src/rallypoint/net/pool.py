@@ -129,7 +129,8 @@ def pinned_words(words: int) -> torch.Tensor:
 
 def _pin(memory: ctypes.Array[ctypes.c_char]) -> bool:
     runtime, start = torch.cuda.cudart(), ctypes.addressof(memory)  # type: ignore[no-untyped-call]
-    used = (n for n in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(n))  # type: ignore[attr-defined]
+    gpus = range(torch.cuda.device_count())
+    used = (gpu for gpu in gpus if torch._C._cuda_hasPrimaryContext(gpu))  # type: ignore[attr-defined]
     with torch.cuda.device(next(used, -1)):  # else it takes memory of GPU 0, whichever the model is on
         if failure := int(runtime.cudaHostRegister(start, len(memory), 0)):
             log.info("%d bytes of shared memory cannot be pinned (CUDA error %d)", len(memory), failure)
