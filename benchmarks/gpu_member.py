@@ -104,6 +104,7 @@ def best(copy: Callable[[], object], rounds: int, nbytes: int) -> float:
 
 def adamw(kind: str, mib: int, rounds: int) -> float:
     """Milliseconds for each MiB of fp32 parameters, one optimizer for each 1 MiB shard, as servers have."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as servers: else torch asks NVML at each step
     shards = [torch.nn.Parameter(torch.randn(MIB // 4)) for _ in range(mib)]
     steps = [torch.optim.AdamW([shard], lr=1e-3, weight_decay=0.1, **{kind: True}) for shard in shards]  # type: ignore[arg-type]
     for shard, step in zip(shards, steps, strict=True):

@@ -137,12 +137,12 @@ def test_a_coordinator_that_moves_and_kills_change_no_byte(by_hand: ByHand) -> N
         assert process.wait(PATIENCE_S) == 0, f"{name}: {by_hand.said(name)}"
 
     assert f"done: {STEPS} steps" in by_hand.said("coordinator1")
-    found = re.findall(r"sha256 (\w+)", by_hand.said("worker1") + by_hand.said("worker2"))
+    found = re.findall(r"(?m)^sha256 (\w+)", by_hand.said("worker1") + by_hand.said("worker2"))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     (by_hand.home / "gate").unlink()
     status, alone = run_program([str(by_hand.home / "train.py")], by_hand.home / "alone.out", env=env)
     assert status == 0, alone
-    assert set(found) == set(re.findall(r"sha256 (\w+)", alone))
+    assert set(found) == set(re.findall(r"(?m)^sha256 (\w+)", alone))
     assert len(found) == 2
 
 

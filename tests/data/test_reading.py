@@ -81,6 +81,17 @@ def test_skipped_samples_are_told_and_the_rest_is_collated() -> None:
     assert batches.loaded(1, 0, 0)[1] == []
 
 
+def test_a_batch_goes_to_a_gpu_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the main thread waits at each micro-batch for what the GPU computes."""
+    log = list[str]()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda one: log.append("pin") or one)
+    monkeypatch.setattr(torch.Tensor, "to", lambda one, device, non_blocking: log.append(f"to {device}") or one)
+    to_device({"x": torch.ones(2), "ids": torch.ones(2).to_sparse()}, torch.device("cuda", 1))
+    assert log == ["pin", "to cuda:1", "to cuda:1"]
+    to_device(torch.ones(2), torch.device("cpu"))
+    assert log[3:] == ["to cpu"]
+
+
 def test_a_batch_that_can_move_itself_does_so() -> None:
     """A packed sequence keeps the lengths of its steps on the CPU."""
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])

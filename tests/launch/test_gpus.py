@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rallypoint.errors import ConfigError
+from rallypoint.launch.commands import by_hand
 from rallypoint.launch.engines.cluster import GROUP, Command, GpuShare, devices_of, shares_of
 from rallypoint.launch.engines.local import LocalCluster
 from rallypoint.launch.environment import RANKS
+from rallypoint.net.transport import InprocTransport
 from rallypoint.recipes.recipe import place_among_gpus
 from support.cluster_contract import Started
 
@@ -99,3 +104,23 @@ def test_without_enough_gpus_nothing_is_changed(tmp_path: Path) -> None:
     share = GpuShare(4, str(tmp_path), ["0"])
     assert share.visible is None
     share.close()
+
+
+class Begins(Exception):
+    """A server begins."""
+
+
+def test_a_server_sees_no_gpu_however_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.13 asks the current device at each step of an optimizer, also on the CPU: that takes memory of it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(by_hand, "hold_lifeline", lambda: True)
+    monkeypatch.setattr(by_hand, "keep_stacks", lambda role: None)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+
+    def begins() -> None:
+        raise Begins(os.environ["CUDA_VISIBLE_DEVICES"])
+
+    service: Any = SimpleNamespace(role="server", id="s", start=begins, leave=None)
+    health: Any = SimpleNamespace(metrics=SimpleNamespace(), ready=None)
+    with pytest.raises(Begins, match=r"^$"):
+        by_hand.run_server(service, "nobody:1", health, InprocTransport())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,11 +18,19 @@ class Runtime:
 
     def __init__(self, failure: int = 0) -> None:
         self.failure, self.locked, self.log = failure, {}, []  # type: ignore[var-annotated]
+        self.last = 0  # what cudaGetLastError would return
 
     def cudaHostRegister(self, start: int, nbytes: int, flags: int) -> int:
         self.log.append(("lock", nbytes, flags))
         self.locked[start] = nbytes
+        self.last = self.failure or self.last
         return self.failure
+
+    def kernel(self, *shape: int, device: str) -> None:
+        """What torch does after each: it asks for the last error, of whatever that was, and so clears it."""
+        last, self.last = self.last, 0
+        if last:
+            raise RuntimeError(f"CUDA error {last}")
 
     def cudaHostUnregister(self, start: int) -> None:
         self.log.append(("let go", self.locked.pop(start), _mapped(start)))
@@ -57,8 +67,35 @@ def test_what_cannot_be_locked_is_torchs_own_pinned_memory(monkeypatch: pytest.M
         asked.append((shape, pin_memory))
         return empty(*shape, **how)
 
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(failure=2))
+    runtime = Runtime(failure=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch, "empty", noted)
+    monkeypatch.setattr(torch, "zeros", runtime.kernel)
     words = 100 if why == "little" else 300_000
     assert pool.pinned_words(words).numel() == words
     assert asked == [((words,), True)]
+    assert runtime.last == 0  # else the next kernel would be blamed for it
+
+
+def test_memory_is_pinned_for_the_gpu_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's current device is GPU 0 unless it says otherwise: there CUDA would take half a gigabyte."""
+    current = [0]
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    class OnDevice(Runtime):
+        def cudaHostRegister(self, start: int, nbytes: int, flags: int) -> int:
+            self.log.append(("on", current[-1]))
+            return super().cudaHostRegister(start, nbytes, flags)
+
+    runtime = OnDevice()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 2, raising=False)
+    pool.pinned_words(300_000)
+    assert runtime.log[0] == ("on", 2)

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +133,18 @@ def test_a_loss_that_is_on_the_host_already_needs_no_stream() -> None:
     assert slot.item() == 1.5
 
 
+def test_a_copy_leaves_no_trace_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread is on GPU 0 at first. ``torch.cuda.stream`` goes back there by cudaSetDevice, and takes memory of it."""
+    entered, copies = list[Any](), object.__new__(CudaCopies)
+    copies._device, copies._stream = torch.device("cuda", 1), "side"  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or nullcontext())
+    slot: Any = SimpleNamespace(copy_=lambda values, non_blocking: entered.append(values))
+    values: Any = SimpleNamespace(device=copies._device)
+    copies.copy(slot, values)
+    assert entered == [copies._device, "side", values]
+
+
 def test_what_an_error_leaves_behind_holds_no_gradient() -> None:
     """Neither what was written and has no `then`, nor what came after the error."""
     staged, failures = staging(LateCopies())
@@ -158,6 +171,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.free, self.stale, self.sent = threading.Event(), False, list[int]()
+        self.contributions = SimpleNamespace(active=False)
 
     def claim(self, shard: int) -> bool:
         assert self.free.wait(PATIENCE_S)
@@ -208,6 +222,29 @@ def test_no_hook_waits_for_a_slot_so_signals_are_seen(computed: Any) -> None:
     assert len(copies.copies) == 6 < len(shards)  # one for each parameter, however many shards it lies in
     assert copies.seen == 6  # they may be of several streams, and of each the copies are behind
     assert not source._exchange.buffer[: shards[0].stop].isnan().any()
+
+
+def test_the_staging_s_thread_computes_nothing(computed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy waits for what its own stream does: so gradients that lie in another order come to it in order."""
+    source, _, model, copies = computed
+    source.abandon()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.t().contiguous().t()  # autograd keeps to that order
+    monkeypatch.setattr(source._exchange.replica, "claim", lambda shard: bool(shard % 2))  # others go nowhere
+    reshape, made = torch.Tensor.reshape, list[str]()
+
+    def noted(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+        shaped = reshape(tensor, *shape)
+        if shaped.data_ptr() != tensor.data_ptr():
+            made.append(threading.current_thread().name)
+        return shaped
+
+    monkeypatch.setattr(torch.Tensor, "reshape", noted)
+    source.begin_backward(1.0, finite=lambda: True, last=True)
+    model(DATA.tensors[0]).square().mean().backward()
+    source.end_backward()
+    source.end_replica(0)
+    assert (made, bool(copies.copies)) == ([], True)
 
 
 def test_a_replica_that_is_stale_meanwhile_unwinds_on_the_main_thread(computed: Any) -> None:

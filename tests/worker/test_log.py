@@ -40,6 +40,28 @@ def test_a_figure_is_averaged_over_micro_batches_and_replicas(tmp_path: Path) ->
     ]
 
 
+def test_a_tensor_that_is_written_anew_is_logged_as_it_was(tmp_path: Path) -> None:
+    """A running sum; or what a CUDA graph returns, which is the same memory for each micro-batch."""
+    total = torch.zeros(())
+    steps = steps_logged(tmp_path, lambda micro: total.add_(1.0), accumulate=2)
+    expected = [4 * step + (1.5 + 2 * 3.5) / 3 for step in range(3)]
+    assert [step["figures"]["figure"] for step in steps] == pytest.approx(expected)
+
+
+def test_so_is_the_loss_of_a_pass_that_is_not_the_last(tmp_path: Path) -> None:
+    model, first = torch.nn.Linear(3, 2), list[float]()
+    with EmbeddedJob(folder=str(tmp_path)) as job:
+        for micro in job.train(model, DATA, batch=4, steps=2):
+            with micro:
+                loss = model(micro.batch[0]).square().mean()
+                micro.backward(loss, more=True)
+                first.append(float(loss.detach()))
+                loss.detach().zero_()
+                micro.backward(0.0 * model(micro.batch[0]).sum())
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["loss"] for event in events if event["type"] == "StepDone"] == pytest.approx(first)
+
+
 def test_each_step_has_its_learning_rate(tmp_path: Path) -> None:
     steps = steps_logged(tmp_path, lambda micro: 1, optimizer=rp.SGD(lr=rp.linear(0.2, warmup=2)))
     assert [step["lr"] for step in steps] == pytest.approx([0.1, 0.2, 0.2])

@@ -134,6 +134,25 @@ def test_the_state_before_the_first_step_can_be_given_too(name: str | None) -> N
     assert all(map(torch.equal, taker.model.parameters(), giver.model.parameters()))
 
 
+def test_a_fused_optimizer_gets_gradients_and_its_state_in_the_order_of_the_parameter_s_memory() -> None:
+    """It reads them as they lie: of a model in channels_last it would step other elements (on a GPU it refuses)."""
+
+    def fused(model: torch.nn.Module) -> Built:
+        return [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)], []
+
+    plain, turned, taker = (Worker(fused, seed, torch.float32) for seed in (1, 1, 2))
+    for worker in (turned, taker):
+        for parameter in worker.model.parameters():
+            parameter.data = parameter.data.t().contiguous().t()
+    for _ in range(3):
+        plain.step()
+        turned.step()
+    taker.take(turned.uploaded(), turned.state.version)
+    for worker in (plain, turned, taker):
+        worker.step()
+        assert all(map(torch.equal, worker.model.parameters(), plain.model.parameters()))
+
+
 def test_a_step_that_is_skipped_changes_no_parameter() -> None:
     worker = Worker(None, 1, torch.float32)
     before = weights_hash(worker.model)

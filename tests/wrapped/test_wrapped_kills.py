@@ -59,7 +59,7 @@ def run(home: Path, strikes: str, kind: str, *options: str) -> str:
         [*given, str(script), strikes, kind], home / "output", env=dict(os.environ), cwd=home, timeout=240.0
     )
     assert status == 0, text
-    assert re.findall(r"weights (\w+)", text) == [train_plain(kind, 2)] * 2, text
+    assert re.findall(r"weights (\w{64})", text) == [train_plain(kind, 2)] * 2, text
     return text
 
 
@@ -187,7 +187,7 @@ def test_a_loop_over_epochs_goes_on_where_the_job_is(tmp_path: Path) -> None:
     for how in ("undisturbed", "killed"):
         status, text = run_epochs(tmp_path / how, how)
         assert status == 0, text
-        found += re.findall(r"weights (\w+)", text)
+        found += re.findall(r"weights (\w{64})", text)
     assert len(found) == 4
     assert len(set(found)) == 1
 

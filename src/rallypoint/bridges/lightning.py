@@ -10,6 +10,7 @@ at the job's step, in the middle of an epoch if need be, and reads no checkpoint
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class RallypointStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     strategy_name = "rallypoint"
 
     def __init__(self, device: str = "", *, clip: float | None = None, seed: int = 0, **kwargs: Any) -> None:
-        super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), **kwargs)
+        here = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if (gpus := torch.cuda.device_count()) else "cpu"
+        super().__init__(device or here, **kwargs)
         self.wrapped: WrappedOptimizer | None = None
         self._batch = 1  # samples that a replica reads at a time; the training loader says it
         self._loss: torch.Tensor | None = None  # of the step in progress

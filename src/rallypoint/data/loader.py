@@ -171,6 +171,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     What has a `to` of its own, as a PackedSequence, moves itself. (Batches are made on the CPU: nothing moves there.)
     """
     if isinstance(batch, torch.Tensor):
+        if device.type == "cuda" and batch.is_cpu and batch.layout is torch.strided:  # else it may wait for the GPU
+            batch = batch.pin_memory()
         return batch.to(device, non_blocking=True)
     if device.type != "cpu" and callable(getattr(batch, "to", None)):
         return batch.to(device)

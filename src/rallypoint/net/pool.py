@@ -6,6 +6,7 @@ import ctypes
 import logging
 import threading
 import weakref
+from contextlib import suppress
 
 import torch
 
@@ -128,9 +129,14 @@ def pinned_words(words: int) -> torch.Tensor:
 
 def _pin(memory: ctypes.Array[ctypes.c_char]) -> bool:
     runtime, start = torch.cuda.cudart(), ctypes.addressof(memory)  # type: ignore[no-untyped-call]
-    if int(failure := runtime.cudaHostRegister(start, len(memory), 0)):
-        log.info("%d bytes of shared memory cannot be pinned (%s)", len(memory), failure)
-        return False
+    gpus = range(torch.cuda.device_count())
+    used = (gpu for gpu in gpus if torch._C._cuda_hasPrimaryContext(gpu))  # type: ignore[attr-defined]
+    with torch.cuda.device(next(used, -1)):  # else it takes memory of GPU 0, whichever the model is on
+        if failure := int(runtime.cudaHostRegister(start, len(memory), 0)):
+            log.info("%d bytes of shared memory cannot be pinned (CUDA error %d)", len(memory), failure)
+            with suppress(RuntimeError):  # the runtime keeps the error, and the next kernel's check would raise it
+                torch.zeros(1, device="cuda")
+            return False
     weakref.finalize(memory, runtime.cudaHostUnregister, start).atexit = False  # it runs before those made earlier
     return True
 

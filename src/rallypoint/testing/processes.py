@@ -149,6 +149,7 @@ def _coordinator_main(pipe: Connection, token: str, terms: Terms, join_info: Joi
 
 def server_main(pipe: Connection, token: str, id: str, address: str) -> None:
     """The main function of a server's process."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as `rallypoint server` does
     run_servers([ServerService(id=id, coordinator=address, token=token)])
 
 

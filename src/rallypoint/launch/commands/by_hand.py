@@ -231,6 +231,7 @@ def run_server(
 ) -> int:  # fmt: skip
     """Run one server or aggregator, whose links use `transport`, to the end of its job. Returns the exit status. On
     SIGTERM it leaves the job."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else torch (2.13) takes memory of a GPU to step an optimizer on the CPU
     from rallypoint.optim import import_for_optimizers  # torch, which a coordinator needs not
 
     by_hand, left = not hold_lifeline(), threading.Event()

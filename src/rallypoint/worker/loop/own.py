@@ -74,7 +74,9 @@ class WorkerOptimizer:
         else:
             for placed in self._tensors.parameters:
                 tensor = placed.tensor
-                tensor.grad = placed.of(vector).to(tensor.device, tensor.dtype, non_blocking=True)
+                mean = placed.of(vector).to(tensor.device, tensor.dtype, non_blocking=True)
+                # A fused optimizer takes for granted that both are in one order of dimensions (channels_last)
+                tensor.grad = mean if tensor.is_contiguous() else torch.empty_like(tensor).copy_(mean)
         with by_the_job():
             self._stepper.step(step)
         for placed in self._tensors.parameters:
@@ -350,7 +352,9 @@ class OwnStepper:
         if len(raw) != count * dtype.itemsize:
             raise ProtocolError(f"{about.name} of {about.parameter} has {len(raw)} bytes, which are not {about.shape}")
         value = torch.from_numpy(raw).view(dtype) if count else torch.empty(0, dtype=dtype, device="cpu")
-        return value.view(about.shape).to("cpu" if about.host else placed.tensor.device)
+        value, device = value.view(about.shape), "cpu" if about.host else placed.tensor.device
+        like = placed.tensor if value.shape == placed.tensor.shape else value  # in that order, as a gradient
+        return torch.empty_like(like, dtype=dtype, device=device).copy_(value)
 
 
 def worker_optimizer(

@@ -147,7 +147,7 @@ class Passes:
             self._installed_early(micro.step)
         if micro.index == 0 and micro.losses is None:
             self._check_no_gradient(micro)
-        micro.losses = loss.detach() if micro.losses is None else micro.losses + loss.detach()
+        micro.losses = loss.detach().clone() if micro.losses is None else micro.losses + loss.detach()
         if last:
             self._count(micro, micro.losses, weight)
             weight = mean_of(self.weights)

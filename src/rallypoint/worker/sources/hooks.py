@@ -158,7 +158,7 @@ class CudaCopies:
         if values.device != self._device:
             slot.copy_(values)
             return
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):  # the latter alone would end on GPU 0
             slot.copy_(values, non_blocking=True)
 
     def mark(self) -> Callable[[], None]:
@@ -645,6 +645,7 @@ class DeviceGradients(GradientHooks):
         self._stale = False
 
     def _whole_gradient(self, index: int, placed: Placed, gradient: torch.Tensor) -> None:
+        gradient = gradient.contiguous()  # here: the staging's thread would do it on a stream that no copy waits for
         self._staging.see()
         self._bucket.append((index, placed, gradient))
         self._bytes += gradient.nbytes
