@@ -244,6 +244,31 @@ def test_a_number_of_8_bits_that_became_nan_is_found(dtype: torch.dtype) -> None
     assert first_that_became(float_ranges(shard, layout.entries), new, old) == 1
 
 
+class WithNotes(Net):
+    """Keeps something of its own beside its weights, as layers that count what they have seen do."""
+
+    notes = torch.zeros(0)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.notes
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.notes = state
+
+
+@pytest.mark.parametrize("notes", [torch.eye(3).to_sparse(), torch.ones(2)], ids=["sparse", "dense"])
+def test_the_last_line_is_of_what_versions_have_whatever_else_the_state_dict_has(
+    notes: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a process keeps for itself is in no version: other processes may keep other things."""
+    model, plain = WithNotes(), Net()
+    model.notes = notes
+    train(model)
+    train(plain)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("weights sha256")]
+    assert said == [f"weights sha256 {weights_hash(plain)}"] * 2
+
+
 def buffer(make: Callable[[], torch.Tensor]) -> Change:
     return lambda m: m.register_buffer("odd", make())
 

@@ -516,20 +516,21 @@ class ModelTensors:
 
 
 def weights_hash(model: torch.nn.Module) -> str:
-    """Return the sha256 over the names, dtypes, shapes and bytes of the tensors in the model's state_dict.
+    """Return the sha256 over the names, dtypes, shapes and bytes of the model's parameters and persistent buffers.
 
-    The bytes of tables are left out, because workers do not hold them.
+    What else is in its state_dict is in no version. The bytes of tables are left out: workers do not hold them.
     """
-    return state_hash(model.state_dict())
+    kept = model.state_dict(keep_vars=True)
+    buffers = ((name, one) for name, one in model.named_buffers(remove_duplicate=False) if name in kept)
+    return state_hash(dict((*model.named_parameters(remove_duplicate=False), *buffers)))
 
 
-def state_hash(state: Mapping[str, Any]) -> str:
-    """Return the sha256 of a state_dict's tensors: see `weights_hash`."""
+def state_hash(state: Named) -> str:
+    """Return the sha256 of these tensors: see `weights_hash`."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
-        if isinstance(tensor, torch.Tensor):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(b"" if tensor.is_meta else _raw(tensor))
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(b"" if tensor.is_meta else _raw(tensor))
     return digest.hexdigest()
 
 
