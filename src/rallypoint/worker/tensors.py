@@ -20,6 +20,7 @@ from rallypoint.core.modes import Feature, why_not
 from rallypoint.core.optimizer import ENTRY
 from rallypoint.errors import ConfigError, ModelError, UsageError
 from rallypoint.optim import Pieces, refusal
+from rallypoint.parallel import persistent_buffers
 
 # ---- What a model must be before a job trains it: each sentence names the tensor, and says what to do ----
 
@@ -396,7 +397,7 @@ class ModelTensors:
         check_trained(with_values)
         self.frozen: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         kept = model.state_dict(keep_vars=True)
-        shared = {name: b for name, b in model.named_buffers() if name in kept}
+        shared = persistent_buffers(model)
         check_kept(self.frozen, shared)
         moves = config.streamed or config.memory.hold == "bf16"  # parameters get other memory now and then
         views = {name: b for name, b in model.named_buffers() if moves or name in shared}
@@ -520,9 +521,8 @@ def weights_hash(model: torch.nn.Module) -> str:
 
     What else is in its state_dict is in no version. The bytes of tables are left out: workers do not hold them.
     """
-    kept = model.state_dict(keep_vars=True)
-    buffers = ((name, one) for name, one in model.named_buffers(remove_duplicate=False) if name in kept)
-    return state_hash(dict((*model.named_parameters(remove_duplicate=False), *buffers)))
+    own = {id(one) for one in (*model.parameters(), *model.buffers())}
+    return state_hash({name: one for name, one in model.state_dict(keep_vars=True).items() if id(one) in own})
 
 
 def state_hash(state: Named) -> str:
