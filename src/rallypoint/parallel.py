@@ -370,10 +370,14 @@ def held_of(model: torch.nn.Module) -> tuple[list[HeldTensor], dict[str, torch.T
 
     Raises ModelError for a tensor whose part on this rank is not one block.
     """
-    kept = model.state_dict(keep_vars=True)
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters()) | persistent_buffers(model)
     return [_held(name, tensor) for name, tensor in tensors.items()], tensors
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers in the model's state_dict, where `checkpoint_wrapper` of torch's gives them other names."""
+    kept = set(map(id, model.state_dict(keep_vars=True).values()))
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) in kept}
 
 
 def tied_names(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from rallypoint.core.cluster.effects import Abort, FindSnapshot
 from rallypoint.core.cluster.events import SnapshotFound
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.decisions import ReduceOnPlateau
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.modes import Feature
@@ -30,6 +31,7 @@ from rallypoint.core.protocol import (
     CaughtUp,
     Done,
     Evaluated,
+    Evaluates,
     Finished,
     GiveUp,
     Held,
@@ -211,6 +213,34 @@ def test_a_snapshot_gets_the_figures_of_its_own_version_from_all_evaluations_of_
     commit = play.store()[0]
     assert isinstance(commit, acts.CommitSnapshot)
     assert commit.metrics == {"loss": 1.0, "accuracy": 0.5}
+
+
+@pytest.mark.parametrize("evaluated_first", [True, False])
+def test_a_run_that_gets_more_steps_decides_as_one_that_had_them_from_the_start(evaluated_first: bool) -> None:
+    """Whether the last version was evaluated before it was stored, or after: the job ends there, so what follows counts
+    from no version of it."""
+    rule = {"evaluation.plateau": ReduceOnPlateau("loss", patience=0)}
+    play = Play(settings={**rule, "steps": 4}, snapshots=True)
+    play.begin()
+    play.say("w0", Evaluates((2,)))
+    play.store()
+    play.steps(0, 2)
+    play.say("w0", Evaluated(2, play.view.generation, {"loss": 1.0}))
+    play.steps(2, 4)
+    if evaluated_first:
+        play.say("w0", Evaluated(4, play.view.generation, {"loss": 1.0}))
+    play.say("w0", Done(play.view.generation))
+    commit = play.store()[0]
+    assert isinstance(commit, acts.CommitSnapshot)
+    assert commit.version == 4
+
+    settings = {**rule, "steps": 8}
+    resumed = Resumed(record(**settings), commit.snapshot, 4, None, commit.decided.going_on())
+    again = Play(settings=settings, resume=resumed)
+    again.begin()
+    again.say("w0", Evaluates((2,)))
+    again.say("w0", Evaluated(4, again.view.generation, {"loss": 1.0}))
+    assert again.view.orders.reductions == (6,)
 
 
 def test_figures_that_come_after_their_snapshot_are_sent_after_it() -> None:

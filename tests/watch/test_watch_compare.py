@@ -70,8 +70,9 @@ def test_two_runs_are_compared_in_the_terminal_too(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("rallypoint.cli.watching.resolved_of", lambda run: {"optimizer.lr": f"0.{ord(run.name)}"})
     runs = [str(run(tmp_path / name, last)) for name, last in (("a", 3), ("b", 5))]
     (tmp_path / "c").mkdir()  # runs/* names it too
-    result = CliRunner().invoke(cli.app, ["watch", *runs, str(tmp_path / "c"), "--terminal"])
+    closed = tmp_path / ("d" * 300)  # cannot be looked into, as another user's (root could)
+    result = CliRunner().invoke(cli.app, ["watch", *runs, str(tmp_path / "c"), str(closed), "--terminal"])
     assert result.exit_code == 0, result.output
     for said in ("optimizer.lr  0.97  0.98", "a  finished  step 3", "b  finished  step 5", "loss of a", "loss of b"):
         assert said in result.output
-    assert f"left out, without events.jsonl: {tmp_path / 'c'}" in result.output
+    assert f"left out, without events.jsonl: {tmp_path / 'c'}, {closed}" in result.output

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import rallypoint as rp
 from rallypoint.bridges.wrap import wrap_in
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import ModelError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.parallel import persistent_buffers
 from rallypoint.server.shard import first_that_became, float_ranges
-from rallypoint.worker.loop.guard import NewBuffers
+from rallypoint.worker.loop import guard
 from rallypoint.worker.tensors import weights_hash
 
 X = torch.linspace(-1, 1, 192).view(64, 3)
@@ -166,11 +168,10 @@ def test_a_cache_that_is_no_part_of_the_state_may_come_at_any_time() -> None:
 def test_a_buffer_that_each_forward_pass_sets_again_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """To list the model's state takes as long as the model is large."""
     looked: list[int] = []
-    names = NewBuffers._names
 
-    def counted(self: NewBuffers) -> set[str]:
+    def counted(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         looked.append(1)
-        return names(self)
+        return persistent_buffers(model)
 
     def sets_again(m: Any) -> None:
         m.seen = m.seen + 1
@@ -178,7 +179,7 @@ def test_a_buffer_that_each_forward_pass_sets_again_is_not_looked_for(monkeypatc
     def build() -> Net:
         return Net(lambda m: m.register_buffer("seen", torch.zeros(3)), forward=sets_again)
 
-    monkeypatch.setattr(NewBuffers, "_names", counted)
+    monkeypatch.setattr(guard, "persistent_buffers", counted)
     check_equal(train(build()), train_plainly(build()))
     assert len(looked) == 1
 
@@ -242,6 +243,41 @@ def test_a_number_of_8_bits_that_became_nan_is_found(dtype: torch.dtype) -> None
     old, new = torch.zeros(shard.words), torch.zeros(shard.words)
     new.view(dtype)[5] = torch.nan
     assert first_that_became(float_ranges(shard, layout.entries), new, old) == 1
+
+
+def checkpoints(m: Any) -> None:
+    m.first = checkpoint_wrapper(torch.nn.Sequential(m.first, torch.nn.BatchNorm1d(5)))
+
+
+def test_buffers_inside_of_a_wrapper_that_takes_its_name_out_of_the_state_dict_are_shared() -> None:
+    """Each forward pass counts twice, as the backward pass repeats it; of two replicas those of the first are kept."""
+    found = train(Net(checkpoints), replicas=2)
+    assert int(found["first.1.num_batches_tracked"]) == 2 * STEPS
+
+
+class WithNotes(Net):
+    """Keeps something of its own beside its weights, as layers that count what they have seen do."""
+
+    notes = torch.zeros(0)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.notes
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.notes = state
+
+
+@pytest.mark.parametrize("notes", [torch.eye(3).to_sparse(), torch.ones(2)], ids=["sparse", "dense"])
+def test_the_last_line_is_of_what_versions_have_whatever_else_the_state_dict_has(
+    notes: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a process keeps for itself is in no version: other processes may keep other things."""
+    model, plain = WithNotes(), Net()
+    model.notes = notes
+    train(model)
+    train(plain)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("weights sha256")]
+    assert said == [f"weights sha256 {weights_hash(plain)}"] * 2
 
 
 def buffer(make: Callable[[], torch.Tensor]) -> Change:

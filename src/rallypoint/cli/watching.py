@@ -84,7 +84,7 @@ def _serve(run: Path, port: int, *, buttons: bool) -> None:
 
 def _begun(runs: list[Path]) -> list[Path]:
     """Those that have a log, if any has one: ``runs/*`` names other folders too."""
-    begun = [run for run in runs if (run / EVENTS).is_file()] or runs
+    begun = [run for run in runs if os.path.isfile(run / EVENTS)] or runs  # (Path.is_file raises for some)
     if left_out := [str(run) for run in runs if run not in begun]:
         print(f"left out, without {EVENTS}: {', '.join(left_out)}", file=sys.stderr)
     return begun

@@ -108,9 +108,15 @@ def changed_record(record: JobRecord, overrides: Mapping[str, Any], version: int
         if why := _why_not(change, config):
             was, wanted = _shown(change.before), _shown(change.after)
             raise ConfigError(f"{change.key} is {was} and cannot become {wanted}: {why}")
+    steps = before.steps_at(version)
     if changes and config.rounds <= version:
-        steps = before.steps_at(version)
         raise ConfigError(f"steps is {config.steps}, but the job has made {steps} already: use a higher number")
+    if config.steps_at(version) != steps:
+        raise ConfigError(
+            f"steps is {before.steps} and cannot become {config.steps}: the last round ended with it, after "
+            f"{steps % config.steps_per_round} of {config.steps_per_round} steps, and the others would never be "
+            "computed; begin a new job with the model (rallypoint export)"
+        )
     if not changes and not _fewer(record.config, msgspec.to_builtins(config)):
         return record, []
     new = record_of(config, record.layout, record.frozen, data=record.data, tied=record.tied, threads=record.threads)

@@ -20,6 +20,7 @@ from rallypoint.core.modes import Feature, why_not
 from rallypoint.core.optimizer import ENTRY
 from rallypoint.errors import ConfigError, ModelError, UsageError
 from rallypoint.optim import Pieces, refusal
+from rallypoint.parallel import persistent_buffers
 
 # ---- What a model must be before a job trains it: each sentence names the tensor, and says what to do ----
 
@@ -396,7 +397,7 @@ class ModelTensors:
         check_trained(with_values)
         self.frozen: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         kept = model.state_dict(keep_vars=True)
-        shared = {name: b for name, b in model.named_buffers() if name in kept}
+        shared = persistent_buffers(model)
         check_kept(self.frozen, shared)
         moves = config.streamed or config.memory.hold == "bf16"  # parameters get other memory now and then
         views = {name: b for name, b in model.named_buffers() if moves or name in shared}
@@ -516,20 +517,20 @@ class ModelTensors:
 
 
 def weights_hash(model: torch.nn.Module) -> str:
-    """Return the sha256 over the names, dtypes, shapes and bytes of the tensors in the model's state_dict.
+    """Return the sha256 over the names, dtypes, shapes and bytes of the model's parameters and persistent buffers.
 
-    The bytes of tables are left out, because workers do not hold them.
+    What else is in its state_dict is in no version. The bytes of tables are left out: workers do not hold them.
     """
-    return state_hash(model.state_dict())
+    own = {id(one) for one in (*model.parameters(), *model.buffers())}
+    return state_hash({name: one for name, one in model.state_dict(keep_vars=True).items() if id(one) in own})
 
 
-def state_hash(state: Mapping[str, Any]) -> str:
-    """Return the sha256 of a state_dict's tensors: see `weights_hash`."""
+def state_hash(state: Named) -> str:
+    """Return the sha256 of these tensors: see `weights_hash`."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
-        if isinstance(tensor, torch.Tensor):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(b"" if tensor.is_meta else _raw(tensor))
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(b"" if tensor.is_meta else _raw(tensor))
     return digest.hexdigest()
 
 

@@ -163,6 +163,14 @@ class EvaluationLedger:
         known: Sequence[Decided] = [Decided(), *self._earlier, self.decided]
         return [one for one in known if one.version <= version][-1]
 
+    def told_by(self, version: int, last: int) -> Decided:
+        """What a snapshot of this version says. What follows from the job's `last` version counts from none here: a run
+        that goes on, with more steps, decides it itself."""
+        decided, before = self.decided_at(version), self.decided_at(max(0, version - 1))
+        if version < last or not before.version:
+            return decided
+        return msgspec.structs.replace(before, best=decided.best)
+
     def decide(self, rules: Rules, version: int, following: int | None) -> None:
         """Decide from the result of `version`, which has one or never will. `following`: see `Decided.after`."""
         earlier = [*self._earlier, self.decided]

@@ -20,6 +20,7 @@ from rallypoint.data.loader import MicroBatches
 from rallypoint.errors import UsageError
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.observe.trace import Tracer
+from rallypoint.parallel import persistent_buffers
 from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.habits import script_line
@@ -296,7 +297,7 @@ class NewBuffers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._registered = model, False  # True: something in the model may be new
-        self._known = self._names()
+        self._known = persistent_buffers(model).keys()
         self._hooks = [on_buffer_registered(self._on_buffer), on_module_registered(self._on_module)]
 
     def look(self, step: int) -> None:
@@ -304,7 +305,7 @@ class NewBuffers:
         if not self._registered:
             return
         self._registered = False
-        if new := self._names() - self._known:
+        if new := persistent_buffers(self._model).keys() - self._known:
             raise UsageError(
                 f"buffer {min(new)} came into the model after job.train (seen at step {step}), so no version has it "
                 "and every worker would keep its own: build all buffers before job.train (one that forward makes: run "
@@ -316,9 +317,6 @@ class NewBuffers:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    def _names(self) -> set[str]:
-        return {name for name, _ in self._model.named_buffers()} & self._model.state_dict(keep_vars=True).keys()
 
     def _on_buffer(self, module: torch.nn.Module, name: str, _: torch.Tensor | None) -> None:
         if module._buffers.get(name) is None:  # else one that is there is set again, as some forward passes do
