@@ -388,7 +388,7 @@ def _job_of(plan: Launch) -> JobRecord:
 
 
 def _hash(plan: Launch) -> str:
-    """Return the hash of the model in the last snapshot: what its worker says at the end."""
+    """Return the hash of the model in the last snapshot, without what is frozen."""
     store = SnapshotStore(plan.snapshots)
     manifest = store.latest_usable(lambda text: None)
     assert manifest is not None

@@ -44,7 +44,8 @@ class Logged:
     def add(self, figures: Mapping[str, float | torch.Tensor]) -> None:
         """Add figures of one micro-batch. Raises UsageError for too many names."""
         for name, value in figures.items():
-            self._values.setdefault(name, []).append(value.detach().clone() if isinstance(value, torch.Tensor) else value)
+            kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            self._values.setdefault(name, []).append(kept)
         if len(self._values) > MOST_METRICS:
             raise UsageError(f"micro.log got more than {MOST_METRICS} different names in one step")
 
