@@ -132,17 +132,14 @@ class Pacing:
         found: dict[str, LinkPace] = {}
         for flow, pace in self._last.items():
             server = ids.get(flow.address, "") if flow.address else accepted
-            sent = _between(before.get(flow, pace), pace)
+            then = before.get(flow, pace)
+            sent = LinkPace(pace.acknowledged - then.acknowledged, pace.busy - then.busy)
             if server and sent.acknowledged >= _LEAST_BYTES:
                 found[server] = _both(found.get(server, LinkPace()), sent)
         return {
             server: (round(pace.acknowledged / seconds), round(min(1.0, pace.busy / seconds), 6))
             for server, pace in found.items()
         }
-
-
-def _between(before: LinkPace, after: LinkPace) -> LinkPace:
-    return LinkPace(after.acknowledged - before.acknowledged, after.busy - before.busy)
 
 
 def _both(one: LinkPace, other: LinkPace) -> LinkPace:

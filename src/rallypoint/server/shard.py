@@ -577,7 +577,8 @@ def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
     known = [nothing] if shard.role == "buffers" else state_names(of_shard(config.applied, shard.columns))
     numbers = set(record.scalars)
     if config.average is not None and shard.role == "parameters":
-        if AVERAGE not in moments or AVERAGED not in numbers or not _is_count(record.scalars[AVERAGED]):
+        count = record.scalars.get(AVERAGED, -1.0)
+        if AVERAGE not in moments or count < 0 or not count.is_integer():
             return False
         moments, numbers = moments - {AVERAGE}, numbers - {AVERAGED}
     right = (moments, numbers) in known and len(record.clocks) == config.clocks(shard.role)
@@ -587,10 +588,6 @@ def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
 
 def _is_version(text: str, newest: int) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= len(str(newest)) and int(text) <= newest
-
-
-def _is_count(number: float) -> bool:
-    return number >= 0 and number.is_integer()
 
 
 # A dense shard whose versions workers do not follow: they hear that one exists, and pull the words that they need.

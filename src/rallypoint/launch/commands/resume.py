@@ -25,7 +25,7 @@ from rallypoint.launch.folder import has_snapshot, refuse_a_finished_run, refuse
 from rallypoint.launch.kept_code import CODE, refuse_others_script, refuse_others_words
 from rallypoint.launch.plan import RUN_FILE, Launch, parse_workers, program_of, read_plan
 from rallypoint.observe.lenient import say
-from rallypoint.store.manifest import Manifest, located
+from rallypoint.store.manifest import located
 from rallypoint.store.snapshots import SnapshotStore, order
 
 LATEST = "latest"  # the newest usable snapshot, if there is any
@@ -77,13 +77,8 @@ def start_of(resume: str, about: JoinInfo, command: str) -> tuple[Resumed | None
     stop, decided = manifest.stop, manifest.decided
     if any(change.key == "steps" for change in changes):
         stop, decided = None, decided.going_on()
-    epoch = max((_epoch_of(known) for known in own), default=0)
+    epoch = max((order(known.id)[1] // ATTEMPTS for known in own), default=0)  # of coordinators that asked for them
     return Resumed(record, snapshot, manifest.version, stop, decided, epoch), changes
-
-
-def _epoch_of(snapshot: Manifest) -> int:
-    """The epoch of the coordinator that has asked for the snapshot."""
-    return order(snapshot.id)[1] // ATTEMPTS
 
 
 @dataclass(frozen=True, kw_only=True)

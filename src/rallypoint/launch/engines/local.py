@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rallypoint.errors import UsageError
@@ -49,7 +49,7 @@ class LocalProcess:
         try:
             self.process = subprocess.Popen(
                 command.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env={**os.environ, **_visible(gpu), **command.env, environment.LIFELINE: str(lifeline)},
+                env={**os.environ, **({VISIBLE: gpu} if gpu is not None else {}), **command.env, environment.LIFELINE: str(lifeline)},
                 pass_fds=(lifeline,), start_new_session=True,
             )  # fmt: skip
         except OSError as error:
@@ -161,10 +161,6 @@ class LocalCluster(Cluster):
         self._lifeline = None
         if self._guard is not None:
             self._guard.close()
-
-
-def _visible(gpu: str | None) -> Mapping[str, str]:
-    return {} if gpu is None else {VISIBLE: gpu}
 
 
 class MemoryKills:
