@@ -45,11 +45,11 @@ class LocalProcess:
         """`gpu` is the only one that it sees ("": it sees none); None: all that this process sees."""
         self.command, self.gpu, self._guard = command, gpu, guard
         self._memory, self._killed_by_us, self._reason = memory, False, ""
-        self._output = passed_on(command.name, output)
+        self._output, own = passed_on(command.name, output), {} if gpu is None else {VISIBLE: gpu}
         try:
             self.process = subprocess.Popen(
                 command.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env={**os.environ, **({VISIBLE: gpu} if gpu is not None else {}), **command.env, environment.LIFELINE: str(lifeline)},
+                env={**os.environ, **own, **command.env, environment.LIFELINE: str(lifeline)},
                 pass_fds=(lifeline,), start_new_session=True,
             )  # fmt: skip
         except OSError as error:
