@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.testing._internal.two_tensor import TwoTensor
 
 import rallypoint as rp
 from rallypoint.bridges.wrap import wrap_in
@@ -17,7 +18,7 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.parallel import persistent_buffers
 from rallypoint.server.shard import first_that_became, float_ranges
 from rallypoint.worker.loop import guard
-from rallypoint.worker.tensors import weights_hash
+from rallypoint.worker.tensors import hash_of, weights_hash
 
 X = torch.linspace(-1, 1, 192).view(64, 3)
 STEPS, BATCH = 6, 4
@@ -278,6 +279,21 @@ def test_the_last_line_is_of_what_versions_have_whatever_else_the_state_dict_has
     train(plain)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("weights sha256")]
     assert said == [f"weights sha256 {weights_hash(plain)}"] * 2
+
+
+def test_a_frozen_weight_made_of_several_tensors_is_told_by_all_of_them() -> None:
+    """As torchao's quantised weights are, whose bytes torch does not show as one."""
+    halves = torch.arange(4.0), torch.arange(4.0) + 1
+    made = {hash_of(TwoTensor(*pair)) for pair in (halves, halves[::-1], (halves[0], halves[0]))}
+    assert len(made) == 3
+    assert hash_of(TwoTensor(*(half.clone() for half in halves))) in made
+
+    model, plain = Net(), Net()
+    for one in (model, plain):
+        one.register_parameter("base", torch.nn.Parameter(TwoTensor(*halves), requires_grad=False))
+    train(model)
+    assert weights_hash(model) != weights_hash(plain)
+    assert torch.equal(model.base.b, halves[1])
 
 
 def buffer(make: Callable[[], torch.Tensor]) -> Change:

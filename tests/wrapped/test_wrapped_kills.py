@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from own_loops import train_plain
 
+from rallypoint.errors import UsageError
+from rallypoint.launch.commands.resume import Wishes, going_on
+from rallypoint.launch.observing.beside import resolved_of
 from support.programs import run_program
 
 pytestmark = pytest.mark.programs
@@ -68,6 +71,10 @@ def test_a_killed_process_is_started_again_at_the_jobs_step(tmp_path: Path, kind
     text = run(tmp_path, "me", kind)
     begun = sorted(re.findall(r"replica \d begins at \d+", text))
     assert begun == ["replica 0 begins at 0", "replica 1 begins at 0", "replica 1 begins at 7"]
+    with pytest.raises(UsageError, match="go on with --workers 2, as this job began"):
+        going_on(tmp_path / "run", Wishes(cluster={"workers": "3"}, settings={"steps": 40}), print)
+    assert "replicas" in (settings := resolved_of(tmp_path / "run"))
+    assert not any("optimizer" in name for name in settings), "the script has it"
 
 
 def test_a_process_that_is_told_to_leave_is_replaced(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def of_threads(record: JobRecord) -> list[str]:
     if record.threads < 2:
         return []
     return [
-        f"{record.threads} intra-op threads: the bytes are those of other runs with so many, not of runs with 1 (the "
+        f"{record.threads} intra-op threads: the weights differ in the last digits from those of a run with 1 (the "
         "default of --threads; alone, OMP_NUM_THREADS=1)"
     ]
 

@@ -384,6 +384,7 @@ class RunConsole:
     def relay(self, process: str, line: str) -> None:
         """Show a line that a process printed. After the job, a worker's lines get no prefix."""
         own_words = process == "worker0" or (self.finished and process.startswith("worker"))
+        own_words = own_words or line.startswith("weights sha256 ")  # whichever worker leads
         prefix = "" if own_words else f"[dim]{escape(process)} |[/dim] "
         self.console.print(prefix + escape(line), soft_wrap=True)
 
@@ -514,8 +515,9 @@ class RunConsole:
             self._sums_begin(plan)
             return
         replica = "contributor" if plan.loss == "never" else "replica"
+        words = f"{plan.words:,}" if plan.words < 100_000 else f"{plan.words / 1e6:,.2f} M"
         self.console.print(
-            f"[bold]{_millions(plan.words)}[/bold] parameters in {counted(plan.shards, 'shard')} on "
+            f"[bold]{words}[/bold] parameters in {counted(plan.shards, 'shard')} on "
             f"{counted(len(plan.servers), 'server')}; {counted(plan.replicas, replica)} on "
             f"{counted(min(len(plan.workers), plan.replicas), 'worker')}; {counted(plan.steps, 'step')}"
         )
@@ -606,11 +608,6 @@ class RunConsole:
         seconds = self._recent[-1][0] - self._recent[0][0]
         items = sum(count for _, count in list(self._recent)[1:])
         return f"  {items / max(seconds, 1e-9):,.0f} {item}/s"
-
-
-def _millions(number: int) -> str:
-    """Return ``0.84 M``; of a small number all digits."""
-    return f"{number:,}" if number < 100_000 else f"{number / 1e6:,.2f} M"
 
 
 def _size(nbytes: int) -> str:

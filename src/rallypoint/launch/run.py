@@ -320,8 +320,9 @@ class ClusterRun:
 
     def _start(self, name: str, role: str) -> None:
         try:
+            tells_us = (environment.LISTENS_AT, environment.JOB_FAILED) if name == COORDINATOR else ()
             self.handles[name] = self.cluster.start(
-                self._command(name, role), lambda line: self._lines.put(name, line, first=_is_told_us(name, line))
+                self._command(name, role), lambda line: self._lines.put(name, line, first=line.startswith(tells_us))
             )
         except (RallypointError, OSError) as error:  # for want of file descriptors, say, which may be free again later
             if not (self.supervisor.took_part or (name == COORDINATOR and self._address)):
@@ -464,11 +465,6 @@ class ClusterRun:
         for line in self._beside.failed():
             self.console.console.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)
         return 1
-
-
-def _is_told_us(name: str, line: str) -> bool:
-    """True if the line is no output to show: with it a coordinator tells the launcher something."""
-    return name == COORDINATOR and line.startswith((environment.LISTENS_AT, environment.JOB_FAILED))
 
 
 def _worker_argv(run: ClusterRun, name: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rallypoint.config import JobConfig, Settings, group_of, matrices_of, ranks_of
 from rallypoint.core.layout import DTYPE_BYTES, Entry, Layout, Shard, TensorSpec, build_layout, carried_by
@@ -530,7 +531,8 @@ def state_hash(state: Named) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(b"" if tensor.is_meta else _raw(tensor))
+        for part in plain_parts(tensor):
+            digest.update(b"" if part.is_meta else _raw(part))
     return digest.hexdigest()
 
 
@@ -568,7 +570,17 @@ def _spec(name: str, tensor: torch.Tensor, group: int) -> TensorSpec:
 
 def hash_of(tensor: torch.Tensor) -> str:
     """Return a hash of a tensor's bytes."""
-    return hashlib.blake2b(_raw(tensor), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(digest_size=16)
+    for part in plain_parts(tensor):
+        digest.update(_raw(part))
+    return digest.hexdigest()
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor, or the plain ones of which it is made, as torchao's quantised weights are."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in plain_parts(getattr(tensor, name))]
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:

@@ -329,7 +329,8 @@ class Judgement(msgspec.Struct, frozen=True):
         if ratio >= MARGIN:
             times = f"{ratio:.2f}" if ratio < _MOST else f"more than {_MOST}"
             beside = f"{times} times as fast as {called(peers)} ({_says(peers)})"
-            return cls(ours, peers, f"use {called(ours)}: {_says(ours)}, {beside}{_hint(ours)}")
+            often = "" if ours.period == NEVER else f"; a snapshot every {ours.period:,.0f} s (--snapshot-seconds)"
+            return cls(ours, peers, f"use {called(ours)}: {_says(ours)}, {beside}{often}")
         waits = peers.step.waited / peers.step.seconds
         reason = f": computing hides all but {waits:.0%} of its step" if waits < 0.1 else ""
         why = (
@@ -355,10 +356,6 @@ def called(one: Candidate) -> str:
 
 def _says(one: Candidate) -> str:
     return f"{one.seconds:.3g} s a step"
-
-
-def _hint(one: Candidate) -> str:
-    return "" if one.period == NEVER else f"; a snapshot every {one.period:,.0f} s (--snapshot-seconds)"
 
 
 def _gb(nbytes: float) -> str:

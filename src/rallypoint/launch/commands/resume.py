@@ -132,7 +132,12 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
             say(sentence)
     changed = dict(wishes.cluster)
     if "workers" in changed:
-        changed["workers"], changed["workers_start"] = parse_workers(changed["workers"])
+        (_, most), changed["workers_start"] = changed["workers"], _ = parse_workers(changed["workers"])
+        if record.config["reading"]["order"] == "own" and most != record.config["replicas"]:
+            raise UsageError(
+                f"each process of a loop of one's own (rp.wrap) is one replica: go on with --workers "
+                f"{record.config['replicas']}, as this job began"
+            )
     plan = msgspec.structs.replace(
         plan, resume=manifest.id, overrides=overrides, **changed,
         changes=(*plan.changes, *(sentence for sentence in said if sentence not in plan.changes)),

@@ -61,7 +61,9 @@ def resolved_of(folder: Path) -> dict[str, str]:
         return {}
     if state is None or state.record is None:
         return {}
-    return {**_weights(folder, state.record), **dict(_flat(state.record.config))}
+    own = state.record.config["reading"]["order"] == "own"  # then the script has the optimizer
+    settings = ((name, value) for name, value in _flat(state.record.config) if not own or "optimizer" not in name)
+    return {**_weights(folder, state.record), **dict(settings)}
 
 
 def _weights(folder: Path, record: JobRecord) -> dict[str, str]:

@@ -25,7 +25,6 @@ from rallypoint.core.protocol import (
     decode,
     encode,
 )
-from rallypoint.core.view import View
 from rallypoint.net.member import LastReports, ViewReceiver
 from rallypoint.testing.simulation.network import Node, Wire
 
@@ -95,7 +94,8 @@ class SimulatedMembership:
             arrived = decode(encode(message))  # as from a socket: where a float belongs, a whole number becomes one
             assert isinstance(arrived, NewView | ViewChange), arrived
             message = self._views.take(arrived)
-        if isinstance(message, NewView) and _is_newer(message.view, self._knows.view):
+        known = self._knows.view
+        if isinstance(message, NewView) and (known is None or message.view.number > known.number):
             self._knows = Knows(message.view, message.proof)
             self.node.world.note("view", self.node.name, -1, -1, message.view.number, more=message.view)
         match message:
@@ -114,10 +114,6 @@ class SimulatedMembership:
                     self._wire.send(0, self._unsent.popleft())
             case _:
                 self._on_message(message)
-
-
-def _is_newer(view: View, known: View | None) -> bool:
-    return known is None or view.number > known.number
 
 
 # ---- what members say of servers' links, where they are not alike and change ----

@@ -29,7 +29,7 @@ from rallypoint.worker.membership import Stopping
 from rallypoint.worker.ranks.followers import OtherRanks, RankFollowers
 from rallypoint.worker.sources.hooks import DeltaSource, Staging
 from rallypoint.worker.sources.streamed import StreamedParameters
-from rallypoint.worker.tensors import ModelTensors, check_apart
+from rallypoint.worker.tensors import ModelTensors, check_apart, plain_parts
 
 # ---- The parts of a run ----
 
@@ -414,6 +414,8 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of all bits of a tensor (int64, on its device). It differs when any one element differs."""
     if tensor.is_meta or not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device="cpu")
+    if len(parts := plain_parts(tensor)) > 1:
+        return torch.stack([_sum(part) for part in parts]).sum()
     raw = tensor.detach().reshape(-1).contiguous().view(torch.uint8)  # (a row of every second element stays one)
     even = raw.numel() // 8 * 8
     if not even or raw.storage_offset() % 8:

@@ -155,11 +155,8 @@ class Snapshots:
         return [TakeSnapshot(self.duty.begin(version, shards, self.course.now, writers), version, tuple(writers))]
 
     def _may_be_stored(self, version: int, missed: Sequence[str]) -> bool:
-        return self._has_come(version) and self.course.evaluating.isdisjoint(missed)
-
-    def _has_come(self, version: int) -> bool:
-        """True if members are known to have this version."""
-        return self._ending or version <= max(self.course.furthest, self.course.applied + 1)
+        has_come = self._ending or version <= max(self.course.furthest, self.course.applied + 1)  # members have it
+        return has_come and self.course.evaluating.isdisjoint(missed)
 
     def _unfinished(self, taking: SnapshotInProgress) -> list[str]:
         """The writers that have not stored all of their shards."""

@@ -17,7 +17,7 @@ from rallypoint.core.protocol import Beat, NewView, Prepare, Report, ViewChange
 from rallypoint.core.view import View
 from rallypoint.net.frames import Header, Kind
 from rallypoint.testing.simulation.network import Cause, World
-from rallypoint.testing.simulation.plan import Fault, Plan
+from rallypoint.testing.simulation.plan import Plan
 from rallypoint.testing.simulation.run import Simulation, SimulationFailed
 
 CAUSES = 40  # lines that are shown
@@ -59,10 +59,10 @@ def described(plan: Plan) -> list[str]:
     job, terms = plan.job, plan.terms
     beside = f", {plan.aggregators} aggregators" if plan.aggregators else ""
     cluster = f"{plan.workers} workers, {plan.servers} servers (replication {terms.replication}){beside}"
-    faults = sorted(plan.faults, key=lambda fault: fault.at)
+    faults = sorted((one.at, f"{one.kind}, {one.role}", one.seconds) for one in plan.faults)
     return [
         f"  {cluster}; {job.steps} steps, {job.replicas} replicas, {job.shards} shards ({job.buffers} of buffers)",
-        *(f"  at {fault.at:.3f} s: {_fault(fault)}" for fault in faults),
+        *(f"  at {at:.3f} s: {what}" + (f" ({seconds:.2f} s)" if seconds else "") for at, what, seconds in faults),
     ]
 
 
@@ -98,10 +98,6 @@ def _play(simulation: Simulation) -> SimulationFailed | None:
 def _said(failed: SimulationFailed) -> str:
     """Its sentence without figures and names, which are others in another run."""
     return re.sub(r"[\d.]+|[A-Z]\w+|server|worker|aggregator", "", str(failed).split("\n")[1])[:_LONGEST]
-
-
-def _fault(fault: Fault) -> str:
-    return f"{fault.kind}, {fault.role}" + (f" ({fault.seconds:.2f} s)" if fault.seconds else "")
 
 
 def _lines(world: World, failed: SimulationFailed) -> list[StoryLine]:
