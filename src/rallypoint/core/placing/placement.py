@@ -226,6 +226,10 @@ def _loads(shards: Sequence[Shard], placed: Mapping[int, str]) -> Counter[str]:
 
 
 def _uniform(shard: int, server: str) -> float:
-    """A number in (0, 1), the same in every process: never 0 or 1, as rounding all of the 64 bits would give."""
-    bits = int.from_bytes(hashlib.blake2b(f"{server}/{shard}".encode(), digest_size=8).digest(), "big")
+    """A number in (0, 1), the same in every process."""
+    return _within(int.from_bytes(hashlib.blake2b(f"{server}/{shard}".encode(), digest_size=8).digest(), "big"))
+
+
+def _within(bits: int) -> float:
+    """64 bits as a number in (0, 1): never 0 or 1, as rounding all of them would give."""
     return ((bits >> 12) + 0.5) / 2.0**52

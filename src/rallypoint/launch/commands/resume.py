@@ -127,17 +127,14 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
     said = [f"from step {step} on, {change}" for change in changes]
     say(f"going on from step {step}: snapshot {manifest.id}")
     say(f"it runs {program_of(plan)}{', as the run has kept it' if kept and plan.script else ''}")
-    for sentence in (whose, *said):
-        if sentence:
-            say(sentence)
+    for sentence in filter(None, (whose, *said)):
+        say(sentence)
     changed = dict(wishes.cluster)
     if "workers" in changed:
         (_, most), changed["workers_start"] = changed["workers"], _ = parse_workers(changed["workers"])
         if record.config["reading"]["order"] == "own" and most != record.config["replicas"]:
-            raise UsageError(
-                f"each process of a loop of one's own (rp.wrap) is one replica: go on with --workers "
-                f"{record.config['replicas']}, as this job began"
-            )
+            fixed = record.config["replicas"]
+            raise UsageError(f"each process of rp.wrap is one replica: go on with --workers {fixed}, as this job began")
     plan = msgspec.structs.replace(
         plan, resume=manifest.id, overrides=overrides, **changed,
         changes=(*plan.changes, *(sentence for sentence in said if sentence not in plan.changes)),
