@@ -49,7 +49,7 @@ BUDGETS = {
     "lines": 81_640,
     "files": 323,
     "folders": 34,
-    "classes that share their name": 4,
+    "classes that share their name": 2,
 }  # what a stranger has to learn: whoever needs more says here why
 FULL_FOLDERS: dict[str, str] = {}
 UNCALLED = {

@@ -384,8 +384,7 @@ class RunConsole:
     def relay(self, process: str, line: str) -> None:
         """Show a line that a process printed. After the job, a worker's lines get no prefix."""
         own_words = process == "worker0" or (self.finished and process.startswith("worker"))
-        own_words = own_words or line.startswith("weights sha256 ")  # whichever worker leads
-        prefix = "" if own_words else f"[dim]{escape(process)} |[/dim] "
+        prefix = "" if own_words or line.startswith("weights sha256 ") else f"[dim]{escape(process)} |[/dim] "
         self.console.print(prefix + escape(line), soft_wrap=True)
 
     def relay_all(self, lines: Iterable[ShownLine]) -> None:

@@ -62,8 +62,8 @@ def resolved_of(folder: Path) -> dict[str, str]:
     if state is None or state.record is None:
         return {}
     own = state.record.config["reading"]["order"] == "own"  # then the script has the optimizer
-    settings = ((name, value) for name, value in _flat(state.record.config) if not own or "optimizer" not in name)
-    return {**_weights(folder, state.record), **dict(settings)}
+    settings = {name: one for name, one in _flat(state.record.config) if not own or "optimizer" not in name}
+    return {**_weights(folder, state.record), **settings}
 
 
 def _weights(folder: Path, record: JobRecord) -> dict[str, str]:
