@@ -66,7 +66,7 @@ def shown(name: str) -> str:
 
 
 def digests(output: str) -> set[str]:
-    return set(re.findall(r"(?:models|policy|weights sha256) ([0-9a-f]{16,64})$", output, re.MULTILINE))
+    return set(re.findall(r"(?:models|policy|weights(?: sha256)?) ([0-9a-f]{16,64})$", output, re.MULTILINE))
 
 
 class Shown(Cluster):
