@@ -131,9 +131,8 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
         say(sentence)
     changed = dict(wishes.cluster)
     if "workers" in changed:
-        (_, most), changed["workers_start"] = changed["workers"], _ = parse_workers(changed["workers"])
-        if record.config["reading"]["order"] == "own" and most != record.config["replicas"]:
-            fixed = record.config["replicas"]
+        changed["workers"], changed["workers_start"] = parse_workers(changed["workers"])
+        if record.config["reading"]["order"] == "own" and changed["workers"][1] != (fixed := record.config["replicas"]):
             raise UsageError(f"each process of rp.wrap is one replica: go on with --workers {fixed}, as this job began")
     plan = msgspec.structs.replace(
         plan, resume=manifest.id, overrides=overrides, **changed,

@@ -61,9 +61,10 @@ def resolved_of(folder: Path) -> dict[str, str]:
         return {}
     if state is None or state.record is None:
         return {}
-    own = state.record.config["reading"]["order"] == "own"  # then the script has the optimizer
-    settings = {name: one for name, one in _flat(state.record.config) if not own or "optimizer" not in name}
-    return {**_weights(folder, state.record), **settings}
+    settings = dict(_flat(state.record.config))
+    own = settings.get("sync.own")  # the script's own optimizer: the one in the settings steps nothing
+    shown = {name: one for name, one in settings.items() if not (own and name.startswith("optimizer."))}
+    return _weights(folder, state.record) | shown
 
 
 def _weights(folder: Path, record: JobRecord) -> dict[str, str]:

@@ -414,7 +414,7 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of all bits of a tensor (int64, on its device). It differs when any one element differs."""
     if tensor.is_meta or not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device="cpu")
-    if len(parts := plain_parts(tensor)) > 1:
+    if (parts := plain_parts(tensor))[0] is not tensor:
         return torch.stack([_sum(part) for part in parts]).sum()
     raw = tensor.detach().reshape(-1).contiguous().view(torch.uint8)  # (a row of every second element stays one)
     even = raw.numel() // 8 * 8
