@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import grp
 import os
 import pwd
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import BinaryIO
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for the process at its other end
 _MOST_LINKS = 20
+LOCK, COORDINATOR_LOCK = "lock", "coordinator.lock"  # of a run's folder
 MOST_BYTES = 64 << 20  # of a file that is read whole: a sparse one may claim to be larger than all memory
 
 
@@ -212,3 +215,33 @@ def _followed(path: Path) -> Path:
             raise OSError(errno.ELOOP, "it is a link of another user", str(path))
         path = path.parent / os.readlink(path)
     return path
+
+
+def is_held(path: Path, *, unknown: bool = False) -> bool:
+    """True if a process has this lock; `unknown` if there is the file, and its file system has no locks."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return unknown
+    finally:
+        os.close(fd)
+    return False
+
+
+def is_running(folder: Path) -> bool:
+    """True if a launcher or a coordinator on this machine runs the run in this folder."""
+    return is_held(folder / LOCK) or is_held(folder / COORDINATOR_LOCK)
+
+
+def was_left(folder: Path) -> bool:
+    """True if a launcher had begun the run in this folder, its coordinator was on this machine, and both are gone."""
+    with contextlib.suppress(OSError):
+        here = read_file(folder / COORDINATOR_LOCK).endswith(f" on {socket.gethostname()}".encode())
+        return here and (folder / LOCK).exists() and not is_running(folder)
+    return False

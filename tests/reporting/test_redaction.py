@@ -42,6 +42,10 @@ def test_the_words_of_a_run_stay() -> None:
     assert Redaction()("0123456789abcdef" * 2) == HIDDEN
 
 
+def test_the_hash_with_which_a_run_ends_is_no_secret() -> None:
+    assert Redaction()(said := f"worker0 | weights sha256 {'0123456789abcdef' * 4}") == said
+
+
 def test_escapes_are_shown_and_not_obeyed() -> None:
     assert Redaction()("a\x1b[2Jb\x07\u202e\nnext\tcolumn") == "a\\x1b[2Jb\\x07\\u202e\nnext    column"
 

@@ -17,6 +17,7 @@ from samples import take
 from rallypoint.config import JobConfig, record_of
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
+from rallypoint.core.modes import Feature
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed
 from rallypoint.store.export import export_snapshot, model_state, optimizer_state
 from rallypoint.store.manifest import Manifest, snapshot_id
@@ -187,6 +188,16 @@ def test_frozen_parameters_are_named(tmp_path: Path, trained: Trained) -> None:
     save(SnapshotStore(str(tmp_path / "s")), trained.layout, list(trained.records()), frozen)
     summary = export_snapshot(str(tmp_path / "s"), tmp_path / "m.safetensors")
     assert summary.endswith("; frozen parameters are not part of a snapshot (a.w, b.w, c.w and 2 more)")
+
+
+def test_a_file_without_the_scripts_own_optimizer_says_so(tmp_path: Path, trained: Trained) -> None:
+    store = SnapshotStore(str(tmp_path / "s"))
+    kept = save(store, trained.layout, list(trained.records()), {})
+    record = {**kept.record, "features": [Feature.OWN_OPTIMIZER.value]}
+    store.amend(msgspec.structs.replace(kept, record=record))
+    said = export_snapshot(str(tmp_path / "s"), tmp_path / "m.pt")
+    assert "; without an optimizer's state: the script's own" in said
+    assert "optimizer" not in export_snapshot(str(tmp_path / "s"), tmp_path / "m.safetensors")
 
 
 @pytest.mark.parametrize(("best_is", "version"), [("min", 2), ("max", 1)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from rallypoint.core.protocol import (
     StepDone,
     Waiting,
 )
+from rallypoint.launch.folder import coordinated
+from rallypoint.own_files import COORDINATOR_LOCK, LOCK
 from rallypoint.watch.app import PageReader
 from rallypoint.watch.follow import EVENTS, Follower, event_of
 from rallypoint.watch.state import RunState, StepPace, StepTimes, Timelines
@@ -260,6 +263,37 @@ def test_a_log_is_followed_while_it_grows_and_lines_that_are_none_are_passed_ove
     follower.look()
     assert follower.run.curves["loss"].columns()["mean"] == [4.0, 3.0]
     assert follower.generation == 0
+
+
+def test_a_run_that_nothing_runs_any_more_was_interrupted_until_it_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / EVENTS
+    log.write_bytes(line(0.0, PLAN) + line(1.0, StepDone(0, 4.0, 8)))
+    follower = Follower(tmp_path)
+    (tmp_path / LOCK).touch()  # a launcher's: by hand, workers may go on without a coordinator
+    with coordinated(tmp_path):
+        follower.look()
+        assert follower.run.ended == ""
+    follower.look()
+    assert (follower.run.ended, follower.run.why.endswith(f": rallypoint resume {tmp_path}")) == ("interrupted", True)
+    with coordinated(tmp_path), log.open("ab") as file:
+        file.write(line(2.0, StepDone(1, 4.0, 8)))
+        file.flush()
+        follower.look()
+        assert follower.run.ended == ""
+
+
+@pytest.mark.parametrize(("host", "launched"), [("", True), ("another-machine", True), (socket.gethostname(), False)])
+def test_a_run_by_hand_or_of_another_machine_goes_on_as_far_as_anybody_knows(
+    tmp_path: Path, host: str, launched: bool
+) -> None:
+    (tmp_path / EVENTS).write_bytes(line(0.0, PLAN))
+    if host:
+        (tmp_path / COORDINATOR_LOCK).write_text(f"process 7 on {host}")
+    if launched:
+        (tmp_path / LOCK).touch()
+    follower = Follower(tmp_path)
+    follower.look()
+    assert follower.run.ended == ""
 
 
 def test_a_log_that_was_replaced_begins_anew(tmp_path: Path) -> None:

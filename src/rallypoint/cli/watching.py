@@ -102,7 +102,8 @@ def _named(runs: list[Path]) -> dict[str, Path]:
 
 
 def _settings(folders: dict[str, Path]) -> dict[str, dict[str, str]]:
-    return {name: {**facts_of(run)["settings"], **resolved_of(run)} for name, run in folders.items()}
+    own = {"snapshots": ""}  # each run has a place of its own
+    return {name: {**facts_of(run)["settings"], **resolved_of(run), **own} for name, run in folders.items()}
 
 
 def _compare(folders: dict[str, Path], port: int) -> None:
@@ -127,7 +128,7 @@ def _show(folders: dict[str, Path]) -> None:
 
 def _track(run: Path, target: str) -> None:
     from rallypoint.launch.observing.redaction import Redaction, secrets_among
-    from rallypoint.launch.observing.reports import is_running
+    from rallypoint.own_files import is_running
     from rallypoint.watch.tracking import RunFacts, open_tracker, parse_target, place_of, track
 
     target, closing, beside = parse_target(target), threading.Event(), hold_lifeline()

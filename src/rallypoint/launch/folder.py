@@ -23,14 +23,12 @@ from rallypoint.core.typed import printable
 from rallypoint.errors import DataError, RallypointError, UsageError
 from rallypoint.launch.kept_code import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS_FOLDER, TLS, read_plan
-from rallypoint.own_files import opened, read_file
+from rallypoint.own_files import COORDINATOR_LOCK, LOCK, is_held, opened, read_file
 from rallypoint.store.snapshots import SnapshotStore
 
 CLUSTER_FILE = "cluster.json"
 CONSOLE, CONSOLE_BEFORE = "console.log", "console.log.1"  # what processes have printed: see `reporting.kept_lines`
 STACKS, REPORTS = "stacks", "reports"  # see `launch.observing`
-LOCK = "lock"
-COORDINATOR_LOCK = "coordinator.lock"
 PREDECESSOR_S = 5.0  # so long a coordinator waits for the one before it to end
 _LOOK_S = 0.05
 TOKEN_FILE = "token-{}"  # of a coordinator that was started by hand, with its process id
@@ -317,23 +315,6 @@ def token_file(folder: Path, where: Where) -> Iterator[str]:
             )
         finally:
             own.unlink(name)
-
-
-def is_held(path: Path, *, unknown: bool = False) -> bool:
-    """True if a process has this lock; `unknown` if there is the file, and its file system has no locks."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return unknown
-    finally:
-        os.close(fd)
-    return False
 
 
 def read_where(folder: Path) -> Where:

@@ -13,6 +13,7 @@ import torch
 
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Shard, TensorSpec
+from rallypoint.core.modes import Feature
 from rallypoint.core.optimizer import ENTRY
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError
 from rallypoint.store.checkpoints import WRITERS, Content, OptimizerState
@@ -82,6 +83,8 @@ def export_snapshot(
     optimizer = flat.optimizer() if moments else None
     content = Content(manifest, model, optimizer, average)
     said = [*writer.write(content, to), *said]
+    if moments and Feature.OWN_OPTIMIZER in job.features:
+        said = ["without an optimizer's state: the script's own optimizer goes on with `rallypoint resume`", *said]
     what = f"the average of {_counted(model)}" if average else _counted(model)
     return "; ".join([f"wrote {what} of {manifest.id} to {to}", *_frozen(job), *said])
 

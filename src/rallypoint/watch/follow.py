@@ -13,6 +13,7 @@ import msgspec
 
 from rallypoint.core.protocol import Message
 from rallypoint.errors import DataError, UsageError
+from rallypoint.own_files import was_left
 from rallypoint.watch.state import RunState
 
 EVENTS = "events.jsonl"
@@ -137,6 +138,7 @@ class Follower:
 
     def __init__(self, folder: Path) -> None:
         check_log(folder)
+        self._folder = folder
         self.run, self.lock, self.log = RunState(), threading.Lock(), Log(folder)
         self.generation = 0  # rises when `run` has begun anew
         self._closing = threading.Event()
@@ -160,6 +162,9 @@ class Follower:
                     self.run, self.generation = RunState(), self.log.generation
                 for event in events:
                     self.run.take(*event)
+        if self.run.plan is not None and not self.run.ended and was_left(self._folder):
+            with self.lock:
+                self.run.left(f"nothing of it runs any more: rallypoint resume {self._folder}")
 
     def _follow(self) -> None:
         while not self._closing.is_set():

@@ -451,7 +451,7 @@ class RunState:
     script: ScriptAt = field(default_factory=lambda: ScriptAt(0))  # in a job of sums: the one that has got most of them
     again: int = 0
     moved: float = -1.0  # when the last step was done, or the coordinator began; -1: not yet
-    ended: str = ""  # "finished", "failed" or, while the run goes on, ""
+    ended: str = ""  # "finished", "failed", "interrupted" or, while the run goes on, ""
     why: str = ""  # the reason of a failure, or which script has stopped the job, and why
     stopped: tuple[int, str] = (-1, "")  # the step with which a script has stopped the job, and why
     over_at: float = -1.0  # when it ended
@@ -645,6 +645,11 @@ class RunState:
         """Put a tick at the step that is reached."""
         self._cause, self._said = "members gone" if kind == "loss" else kind, self._said or text
         self.marks.append({"t": self.now, "step": self.step, "kind": kind, "text": text})
+
+    def left(self, why: str) -> None:
+        """The run was interrupted: its log does not go on."""
+        self._end("interrupted", why)
+        self.revision += 1
 
     def _end(self, how: str, why: str) -> None:
         self.over_at = self.now if self.over_at < 0 else self.over_at

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rallypoint.core.typed import LONGEST_TEXT, printable
@@ -59,8 +59,8 @@ def top(folders: Mapping[str, Path], settings: Mapping[str, Mapping[str, str]], 
 def compared(runs: Mapping[str, RunState], settings: Mapping[str, Mapping[str, str]], width: int) -> RenderableType:
     """The settings that differ, and the curves of the losses on one scale of steps and values."""
     differ = differing(settings)
-    table = Table.grid(padding=(0, 2))
-    table.add_row("", *map(_text, runs))
+    table = Table.grid(*(Column(overflow="fold") for _ in ("", *runs)), padding=(0, 2))
+    table.add_row("" if any(differ.values()) else "no settings differ", *map(_text, runs))
     for setting in differ[next(iter(runs))]:
         table.add_row(_text(setting), *(_text(differ[name][setting]) for name in runs))
     losses = {name: run.curves["loss"] for name, run in runs.items() if "loss" in run.curves}

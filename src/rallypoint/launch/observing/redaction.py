@@ -43,7 +43,7 @@ _KNOWN_FORMS = re.compile(
     r"\b(?:hf_|gh[opsu]_|github_pat_|glpat-|xox[abpr]-|sk-|rk_live_|sk_live_|AKIA|ASIA|AIza|eyJ)[\w.-]{8,}"
 )
 _KEY_BLOCK = re.compile(r"-----BEGIN [A-Z0-9 ]{1,40}-----.*?(?:-----END [A-Z0-9 ]{1,40}-----|\Z)", re.S)
-_HEX = re.compile(r"(?<![\w.])[0-9a-fA-F]{32,}(?![\w.])")
+_HEX = re.compile(r"(?<!sha256 )(?<![\w.])[0-9a-fA-F]{32,}(?![\w.])")
 _RANDOM = re.compile(r"(?<![\w/.-])[\w-]{32,}={0,2}(?![\w/.-])")
 
 

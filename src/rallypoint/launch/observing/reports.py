@@ -26,13 +26,14 @@ from rallypoint.coordinator.journal import kept_state
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.engines.cluster import Exit
-from rallypoint.launch.folder import CONSOLE, CONSOLE_BEFORE, COORDINATOR_LOCK, LOCK, REPORTS, is_held, read_where
+from rallypoint.launch.folder import CONSOLE, CONSOLE_BEFORE, REPORTS, read_where
 from rallypoint.launch.observing.redaction import Redaction, secrets_among, secrets_in
 from rallypoint.launch.observing.stacks import ProcessStacks, processes_of
 from rallypoint.launch.options import options_of
 from rallypoint.launch.plan import PRIVATE, ClusterConfig, Launch, read_plan
 from rallypoint.net.frames import PROTOCOL
 from rallypoint.net.handshake import ROLES, role_token
+from rallypoint.own_files import is_running
 from rallypoint.watch.follow import EVENTS, event_of
 from rallypoint.watch.state import RunState
 
@@ -93,11 +94,6 @@ def picture_of(folder: Path, *, ask: bool) -> Picture:
     picture.tokens += [role_token(token.strip(), role) for token in picture.tokens for role in ROLES]
     picture.processes = processes_of(folder, ask=ask)
     return picture
-
-
-def is_running(folder: Path) -> bool:
-    """True if a launcher or a coordinator on this machine runs the run in this folder."""
-    return is_held(folder / LOCK) or is_held(folder / COORDINATOR_LOCK)
 
 
 @contextlib.contextmanager
