@@ -171,15 +171,11 @@ def load(codec: Codec, code: int, data: memoryview) -> memoryview:
         values = np.frombuffer(data[position : position + nbytes], dtype.newbyteorder("<")).astype(dtype)
         state[name] = torch.from_numpy(values).view(own.shape)
         position += nbytes
-        if not _sensible(state[name]):
+        values = state[name]
+        if not (all_finite(values.view(-1)) if values.dtype.is_floating_point else (values >= 0).all()):
             raise ProtocolError(f"the state of codec {code} has a {name} that no codec comes to")
     codec.load_state(state)
     return data[size:]
-
-
-def _sensible(tensor: torch.Tensor) -> bool:
-    """True if a state's tensor is finite; for a count, if it is not negative."""
-    return all_finite(tensor.view(-1)) if tensor.dtype.is_floating_point else bool((tensor >= 0).all())
 
 
 class ShardCodecStates:

@@ -79,12 +79,9 @@ def _numbers(batch: Sequence[Any], **_: Any) -> Any:
     return made
 
 
-def _ints(batch: Sequence[int], **_: Any) -> Any:
-    return torch.as_tensor(batch, device="cpu")  # torch's own would be on the script's default device
-
-
 _OURS: dict[Any, Callable[..., Any]] = {
-    **_torchs, np.ndarray: _rows, (np.bool_, np.number, np.object_): _numbers, int: _ints,
+    **_torchs, np.ndarray: _rows, (np.bool_, np.number, np.object_): _numbers, 
+    int: lambda batch, **_: torch.as_tensor(batch, device="cpu"),  # torch's own would be on the script's default device
 }  # fmt: skip
 
 

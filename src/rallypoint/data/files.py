@@ -62,7 +62,7 @@ def meant(system: Any, path: str, suffix: str) -> list[Listed]:
 
     Raises DataError as `patiently`.
     """
-    first = _first_wildcard(system, path)
+    first = min((at for at in map(_plain(system, path).find, "*[?") if at >= 0), default=None)
     if first is None:
         about = patiently(lambda: system.info(path), path)
         found = _listed(about, path, _last(_plain(system, path)))
@@ -189,10 +189,6 @@ def _is_hidden(name: str) -> bool:
 
 def _last(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
-
-
-def _first_wildcard(system: Any, path: str) -> int | None:
-    return min((at for at in map(_plain(system, path).find, "*[?") if at >= 0), default=None)
 
 
 def _plain(system: Any, path: str) -> str:

@@ -209,7 +209,8 @@ class CoordinatorLink:
         """
         deadline, warned, pause = time.monotonic() + patience, False, _RETRY_S
         while isinstance(failed := self._join_somewhere(deadline), list):
-            error, answers = _in_one(failed), [error for error in failed if isinstance(error, UnprovenPeer)]
+            answers = [error for error in failed if isinstance(error, UnprovenPeer)]
+            error = failed[0] if len(failed) == 1 else LinkError("; ".join(dict.fromkeys(map(str, failed))))
             if unproven := bool(answers):
                 pause = min(2 * pause, _SLOW_RETRY_S)
                 # One of several places may be silent because the coordinator was never there, or is there no more.
@@ -377,11 +378,6 @@ class CoordinatorLink:
         except Exception as error:
             log.error("a %s message could not be acted on", type(message).__name__, exc_info=error)
             raise ProtocolError(f"its {type(message).__name__} message could not be acted on: {error!r}") from error
-
-
-def _in_one(failed: list[LinkError]) -> LinkError:
-    """One error for those of all places; a place that was tried in vain is in each sentence."""
-    return failed[0] if len(failed) == 1 else LinkError("; ".join(dict.fromkeys(str(error) for error in failed)))
 
 
 class LastReports:
