@@ -208,12 +208,12 @@ def test_the_last_reports_are_sent_again_over_the_next_link_before_what_waits(
     channel.connection.close()
     until_lost(me)
     me.link.send(report(7))  # it waits
-    assert admit(coordinator, me, 3)[1] is False
+    channel, anew = admit(coordinator, me, 3)
+    assert anew is False
     assert coordinator.hear() == Knows()
     again = [replace_struct(report(6), repeated=True)]
     assert [coordinator.hear() for _ in range(2)] == [*again, report(7)]
-    channel = next(iter(coordinator.gate._open))
-    channel.close()
+    channel.connection.close()
     until_lost(me)
     assert admit(coordinator, me, 4)[1] is True  # given up meanwhile: nothing of it counts
     me.link.send(Say("the next"))

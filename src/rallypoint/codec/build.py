@@ -171,8 +171,7 @@ def load(codec: Codec, code: int, data: memoryview) -> memoryview:
         values = np.frombuffer(data[position : position + nbytes], dtype.newbyteorder("<")).astype(dtype)
         state[name] = torch.from_numpy(values).view(own.shape)
         position += nbytes
-        values = state[name]
-        if not (all_finite(values.view(-1)) if values.dtype.is_floating_point else (values >= 0).all()):
+        if not (all_finite(state[name].view(-1)) if own.dtype.is_floating_point else (values >= 0).all()):
             raise ProtocolError(f"the state of codec {code} has a {name} that no codec comes to")
     codec.load_state(state)
     return data[size:]

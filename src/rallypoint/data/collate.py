@@ -80,7 +80,7 @@ def _numbers(batch: Sequence[Any], **_: Any) -> Any:
 
 
 _OURS: dict[Any, Callable[..., Any]] = {
-    **_torchs, np.ndarray: _rows, (np.bool_, np.number, np.object_): _numbers, 
+    **_torchs, np.ndarray: _rows, (np.bool_, np.number, np.object_): _numbers,
     int: lambda batch, **_: torch.as_tensor(batch, device="cpu"),  # torch's own would be on the script's default device
 }  # fmt: skip
 
