@@ -190,6 +190,17 @@ def test_a_stall_that_no_sentence_explains_is_named_by_the_members() -> None:
         assert list(run.times.lost) == [cause]
 
 
+def test_a_resume_is_no_stall_and_a_roll_back_is_one() -> None:
+    for again, said, causes in [
+        ([PLAN], "resumed from step 17", []), ([], "back to step 17", ["roll-back"])
+    ]:  # fmt: skip
+        run = run_of(PLAN, members(), *steps(0, 20), *again)
+        run.take(StepDone(17, 1.0, 8), 0.5 if again else 60.0)  # a new coordinator counts from 0
+        run.take(StepDone(18, 1.0, 8), 1.5 if again else 61.0)
+        assert [mark["text"] for mark in run.marks] == [said]
+        assert list(run.times.lost) == causes
+
+
 def test_the_slowest_workers_are_known_until_they_leave() -> None:
     run = run_of(PLAN, members(), Applied(0, 2, 1.0, {"worker0": 0.0, "worker1": 0.5}))
     assert run.late == {"worker0": 0.0, "worker1": 0.5}

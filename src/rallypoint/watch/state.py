@@ -257,11 +257,11 @@ class StepPace:
 
     _stepped: float | None = None  # when the last step was announced
     _catching_up: int = 0  # so many more steps may come at once
-    _first: bool = False  # the next step is the first that this coordinator announces
+    first: bool = False  # the next step is the first that this coordinator announces
 
     def begins(self) -> None:
         """A coordinator begins to announce steps. It may have taken over."""
-        self._catching_up, self._first = _MOST_AT_ONCE, True
+        self._catching_up, self.first = _MOST_AT_ONCE, True
 
     def pause(self) -> None:
         """The next step cannot be measured: the job has ended, and may go on later."""
@@ -270,7 +270,7 @@ class StepPace:
     def step(self, now: float) -> float | None:
         """A step is announced at `now` (s). Returns how long it took; None if nobody knows."""
         before, self._stepped = self._stepped, now
-        first, self._first = self._first, False
+        first, self.first = self.first, False
         if before is None:
             return None
         if self._catching_up and now - before < _AT_ONCE_S:
@@ -584,7 +584,9 @@ class RunState:
             self._curve(self.curves, name, done.step, value)
         self.row = done.step, {**done.figures, **known}
         if self.went_back:
-            self._mark("back", f"back to step {done.step}")
+            if resumed := self._pace.first:
+                self._pace.pause()  # nobody knows how long nothing ran
+            self._mark("back", f"{'resumed from' if resumed else 'back to'} step {done.step}")
         if (seconds := self._pace.step(self.now)) is not None:
             self._curve(self.curves, "seconds a step", done.step, seconds)
             most = max((len(view.workers) for view in self.views), default=0)
@@ -643,7 +645,8 @@ class RunState:
 
     def _mark(self, kind: str, text: str) -> None:
         """Put a tick at the step that is reached."""
-        self._cause, self._said = "members gone" if kind == "loss" else kind, self._said or text
+        self._cause = {"loss": "members gone", "back": "roll-back"}.get(kind, kind)
+        self._said = self._said or text
         self.marks.append({"t": self.now, "step": self.step, "kind": kind, "text": text})
 
     def left(self, why: str) -> None:

@@ -124,8 +124,8 @@ def spark(values: list[float], width: int, scale: Sequence[float] = ()) -> str:
 def _times(run: RunState, width: int) -> RenderableType:
     times = run.times
     table = Table.grid(padding=(0, 2))
-    table.add_row("median step", _seconds(times.quantile(0.5)))
-    table.add_row("99 %", _seconds(times.quantile(0.99)))
+    table.add_row("p50 of a step", _seconds(times.quantile(0.5)))
+    table.add_row("p99", _seconds(times.quantile(0.99)))
     table.add_row("goodput", f"{times.goodput:.1%}")
     if times.stalls:
         seconds, step, cause = times.longest
@@ -147,7 +147,7 @@ def _members(run: RunState, width: int) -> RenderableType:
     for state, count in Counter(now.values()).most_common():
         names = [row["id"] for row in run.members.rows() if now[str(row["id"])] == state]
         more = f", and {count - 8} more" if count > 8 else ""
-        table.add_row(Text(state, _COLOURS.get(state, "")), str(count), _text(", ".join(map(str, names[:8])) + more))
+        table.add_row(Text("left" if state == "gone" else state, _COLOURS.get(state, "")), str(count), _text(", ".join(map(str, names[:8])) + more))
     return Panel(table, title="members", title_align="left", width=width)
 
 

@@ -83,7 +83,7 @@ def _settings(plan: Launch) -> dict[str, str]:
     fewest, most = plan.workers
     said = {
         "command": shlex.join(plan.worker), "engine": plan.engine,
-        "workers": str(most) if fewest == most else f"{fewest} to {most}", "servers": str(plan.servers),
+        "workers": str(most) if fewest == most else f"{most} (at least {fewest})", "servers": str(plan.servers),
         "replication": str(copies_of(plan.replication, plan.servers)),
         "snapshots": plan.snapshots or "none",
     }  # fmt: skip

@@ -18,14 +18,14 @@ function element(kind, text) {
 }
 
 function drawTable(runs) {
-  const rows = [["run", "state", "step", "loss", "half of the steps", "99 %", "goodput", "stalls", ...Object.keys(runs[0].settings)]];
-  for (const run of runs) rows.push([run.name, run.ended + (run.why ? `: ${run.why}` : "") || "running",
+  const columns = [["", "state", "step", "loss", "p50 of a step", "p99", "goodput", "stalls", ...Object.keys(runs[0].settings)]];
+  for (const run of runs) columns.push([run.name, run.ended + (run.why ? `: ${run.why}` : "") || "running",
     `${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}`, number((run.curves.loss || { mean: [] }).mean.at(-1)),
     seconds(run.p50), seconds(run.p99), `${(100 * run.goodput).toFixed(1)} %`, String(run.stalls), ...Object.values(run.settings)]);
-  one("runs").replaceChildren(...rows.map((cells, i) => {
+  one("runs").replaceChildren(...columns[0].map((_, row) => {
     const line = element("tr");
-    line.append(...cells.map((cell) => element(i ? "td" : "th", cell)));
-    if (i) line.firstChild.style.color = colour(COLOURS[(i - 1) % COLOURS.length]);
+    line.append(...columns.map((cells, i) => element(i ? "td" : "th", cells[row])));
+    if (!row) [...line.children].slice(1).forEach((name, i) => { name.style.color = colour(COLOURS[i % COLOURS.length]); });
     return line;
   }));
 }

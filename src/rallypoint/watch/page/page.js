@@ -135,8 +135,8 @@ function drawMembers() {
 function drawLegend() {
   const counts = {};
   for (const row of run.members) counts[row.spans.at(-1)[1]] = (counts[row.spans.at(-1)[1]] || 0) + 1;
-  for (const name of document.querySelectorAll(".legend i"))
-    name.nextSibling.textContent = `${name.className}${counts[name.className] ? " " + counts[name.className].toLocaleString("en") : ""} `;
+  for (const name of document.querySelectorAll("#states i"))
+    name.nextSibling.textContent = `${name.className === "gone" ? "left" : name.className}${counts[name.className] ? ` (${counts[name.className].toLocaleString("en")})` : ""} `;
 }
 
 one("members").addEventListener("mousemove", (event) => {
@@ -232,10 +232,11 @@ function drawHead() {
 }
 
 function drawTimes() {
-  const t = run.times, shown = { "half of the steps take at most": seconds(t.p50), "99 %": seconds(t.p99),
+  const t = run.times, shown = { "p50 of a step": seconds(t.p50), "p99": seconds(t.p99),
     goodput: `${(100 * t.goodput).toFixed(1)} %`, stalls: String(t.stalls) };
-  if (t.stalls) shown["longest stall"] = `${seconds(t.longest.seconds)} at step ${t.longest.step}: ${t.longest.cause}`;
-  if (run.stalled) shown["last stall"] = `${seconds(run.stalled.seconds)} at step ${run.stalled.step}: ${run.stalled.text || "nobody said why"}`;
+  const last = run.stalled && run.stalled.step === t.longest.step; // then they are the same
+  if (t.stalls && !last) shown["longest stall"] = `${seconds(t.longest.seconds)} at step ${t.longest.step}: ${t.longest.cause}`;
+  if (run.stalled) shown[last ? "longest stall" : "last stall"] = `${seconds(run.stalled.seconds)} at step ${run.stalled.step}: ${run.stalled.text || "nobody said why"}`;
   for (const [cause, lost] of Object.entries(t.lost)) shown[`lost to ${cause}`] = seconds(lost);
   const ledger = run.ledger, whole = (n) => n.toLocaleString("en");
   shown["updates made"] = whole(ledger.updates);
