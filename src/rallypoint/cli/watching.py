@@ -173,7 +173,7 @@ def replay(
     )] = False,
     json: Annotated[bool, typer.Option("--json", help="As JSON, on the standard output.")] = False,
 ) -> None:  # fmt: skip
-    """Compute a step of a run again, with the same bytes as then, and look at it; or say where two runs begin to differ.
+    """Compute a step of a run again, with the same bytes as then, and look at it; or say where two runs differ first.
 
     It begins with the nearest snapshot at or before the step, with the script that the run has kept, in one process and
     a temporary folder. The run's own folder is only read, and the run may still be running. The script's loop ends

@@ -227,7 +227,7 @@ class CostOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of ``rallypoint plan``."""
 
     model: Annotated[str, option(
-        metavar="N", panel=_JOB, help="Its parameters, as 7e9, 7B or 350M: a transformer with the usual number of blocks.",
+        metavar="N", panel=_JOB, help="Its parameters, as 7e9, 7B or 350M: a transformer of the usual shape.",
     )] = ""  # fmt: skip
     compute: Annotated[str, option(
         metavar="TIME", panel=_JOB,
