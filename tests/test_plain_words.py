@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "llms.txt", *sorted(ROOT.glob("examples/*.md")), *sorted(ROOT.glob("docs/*.md"))]
 MEDIAN, NINE_OF_TEN, LONGEST = 12, 22, 45  # words of a sentence; the longest is a list that one page needs
 INSTEAD = {
     r"(un)?like machines": "machines of the same kind", r"second of (a|one) name": "a duplicate",
