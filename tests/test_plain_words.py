@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "llms.txt", *sorted(ROOT.glob("examples/*.md")), *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [path for pattern in ("*.md", "llms.txt", "examples/*.md", "docs/*.md") for path in sorted(ROOT.glob(pattern))]
 MEDIAN, NINE_OF_TEN, LONGEST = 12, 22, 45  # words of a sentence; the longest is a list that one page needs
 INSTEAD = {
     r"(un)?like machines": "machines of the same kind", r"second of (a|one) name": "a duplicate",
