@@ -78,7 +78,7 @@ def _row(param: Any) -> str:
 
 def _plain(text: str | None) -> str:
     """Without rich's markup; what stands in angle brackets is no HTML."""
-    return re.sub(r"\[/?\w+\]", "", inspect.cleandoc(text or "")).replace("<", "&lt;")
+    return re.sub(r"(?<!\\)\[/?\w+\]", "", inspect.cleandoc(text or "")).replace("\\[", "[").replace("<", "&lt;")
 
 
 def main() -> None:

@@ -64,6 +64,16 @@ def test_the_readmes_figures_are_among_the_results() -> None:
     assert not [figure for figure in figures if not re.search(rf"\b{re.escape(figure)}\b", results)]
 
 
+def test_results_have_their_command_commit_and_day() -> None:
+    missing = []
+    for section in (ROOT / "docs/performance.md").read_text().split("\n## ")[1:]:
+        title, _, text = section.partition("\n")
+        source = r"(?:`(?:sudo )?(?:python|pytest|rallypoint|benchmarks)[^`]*`|by hand).* · [0-9a-f]{8}\b.* \d\d?\b"
+        if title != "Compared with DDP" and not re.search(source, text):  # which takes its figures from the others
+            missing.append(title)
+    assert not missing
+
+
 @pytest.mark.slow
 def test_messages_that_are_explained_are_printed() -> None:
     rows = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)

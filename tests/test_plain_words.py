@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [path for pattern in ("*.md", "llms.txt", "examples/*.md", "docs/*.md") for path in sorted(ROOT.glob(pattern))]
 MEDIAN, NINE_OF_TEN, LONGEST = 12, 22, 45  # words of a sentence; the longest is a list that one page needs
 INSTEAD = {
     r"(un)?like machines": "machines of the same kind", r"second of (a|one) name": "a duplicate",
@@ -90,10 +90,13 @@ def test_no_word_has_to_be_learnt(page: Path) -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_help_of_commands_has_none_either() -> None:
+@pytest.mark.parametrize("page", ["api", "commands"])
+def test_the_generated_reference_has_none_either(page: str) -> None:
     reference = runpy.run_path(str(ROOT / "docs/write_reference.py"))
-    found = private("\n\n".join(reference["commands"]()))
+    text = "\n\n".join(part for part in reference[page]() if part)
+    found = private(text)
     assert not found, "\n".join(found)
+    assert "\\ " not in text  # "rallypoint[watch]", not "rallypoint\"
 
 
 def test_sentences_are_short() -> None:

@@ -46,7 +46,7 @@ def wrap(
 
     Call it once, where a DDP script wraps its model: after the model is built and on its device, before the loop. Each
     process is one replica. It returns when all are here, and the model holds the job's weights: the first ones, or in
-    a process that is started again those of the step in progress. Begin the loop at `WrappedOptimizer.position`, or let
+    a restarted process the weights of the step in progress. Begin the loop at `WrappedOptimizer.position`, or let
     it be `WrappedOptimizer.epochs`: a process that begins at a later step than 0 and steps without either is an error.
 
     `optimizer` decides who steps. A torch optimizer steps here, in every process, with the mean gradient of all: the

@@ -61,7 +61,7 @@ def coordinator(
     token_file: TokenFile = "", tls: Tls = "",
     resume: Annotated[str, typer.Option(
         metavar="NAME", help="The snapshot of --snapshots to begin with; latest: the newest, if there is one; "
-        "PLACE/NAME: of another job, which is only read. The same command again goes on with the job it has begun.",
+        "PLACE/NAME: of another job, which is only read. The same command again continues the job that it began.",
     )] = "",
     linger: Annotated[float, typer.Option(
         min=0, metavar="S", help="Seconds to wait at the end for workers whose scripts still run: they may be saving.",
@@ -75,10 +75,10 @@ def coordinator(
     The order of starting is free: members wait 30 s for the coordinator, and the coordinator waits for them. With port
     0 it comes first, because it prints where it listens.
 
-    The job's token comes in --token-file or RALLYPOINT_TOKEN; without one, a new one is made, and the way to it is
-    printed. With --folder it keeps a journal there: if it dies, start another with the same folder and token, here or
-    on another machine that has the folder, and the job goes on. Name both addresses to the members. Never run two at
-    once. On SIGTERM it ends alone, for the next one; without --folder it ends the job, as Ctrl-C does.
+    The job's token comes in --token-file or RALLYPOINT_TOKEN; without one, the coordinator makes one and prints how to
+    pass it on. With --folder it keeps a journal there: if it dies, start another with the same folder and token, here
+    or on another machine that has the folder, and the job goes on. Give members both addresses. Never run two at once.
+    SIGTERM ends only the coordinator, so that another one can go on; without --folder it ends the job, as Ctrl-C does.
 
     Example: [bold]rallypoint coordinator --bind 10.0.0.7:4700 --token-file job.token --workers 2 --servers 2[/bold]
     """
@@ -215,16 +215,16 @@ def doctor(
     )] = "",
     token_file: TokenFile = "", tls: Tls = "",
     snapshots: Annotated[str, typer.Option(
-        metavar="URL", help="Where snapshots would go: can they, and is there room?",
+        metavar="URL", help="Where snapshots would go: can they be written there, and is there space?",
     )] = "",
     heartbeat: Annotated[float, typer.Option(
         min=0.5, metavar="S", help="The job's --heartbeat, to judge links by.",
     )] = 3.0,
 ) -> None:  # fmt: skip
-    """Examine this machine, or all machines of a cluster to be: what would break a job, or change its bytes?
+    """Examine this machine, or all machines of a future cluster: what would break a job, or change its bytes?
 
-    It says for each finding what to do, and ends with status 1 if something is bad. On each machine:
-    [bold]rallypoint doctor --listen 10.0.0.7:4711 --token-file job.token[/bold], and then on any of them:
+    It says for each finding what to do, and ends with status 1 if something is bad. For a cluster start on each machine
+    [bold]rallypoint doctor --listen 10.0.0.7:4711 --token-file job.token[/bold], and then on one of them:
 
     Example: [bold]rallypoint doctor --token-file job.token --probe 10.0.0.7:4711 --probe 10.0.0.8:4711[/bold]
     """
@@ -253,7 +253,7 @@ def token(
         metavar="ROLE", help=f"Print this role's token, which follows from the job's: {', '.join(ROLES)}.",
     )] = "",
     token_file: Annotated[str, typer.Option(
-        metavar="FILE", help="With --role: the file that holds the job's token; by default as of the other commands.",
+        metavar="FILE", help="With --role: the file that holds the job's token; the default is the other commands'.",
     )] = "",
     tls: Annotated[Path | None, typer.Option(
         metavar="FOLDER", show_default=False,
@@ -261,10 +261,10 @@ def token(
     )] = None,
     days: Annotated[int, typer.Option(min=1, metavar="N", help="With --tls: how long they are valid.")] = 365,
 ) -> None:  # fmt: skip
-    """Print a new token for a job, with --role the one of a role, or make its members' certificates (--tls).
+    """Print a new token for a job, or a role's token (--role), or make certificates for each role (--tls).
 
-    With a role's token a process can be of that role and of no other. Give the coordinator the job's token, and each
-    machine the tokens of its roles. A new file that the token is written to is made readable for you alone.
+    With a role's token a process can join in that role and in no other. Give the coordinator the job's token, and each
+    machine the tokens of its roles. If the output is a new file, only you can read it.
 
     Example: [bold]rallypoint token > job.token[/bold]
 

@@ -17,10 +17,10 @@ from rallypoint.store.snapshots import Format
 def resize(
     run: RunFolder,
     workers: Annotated[int, typer.Option(
-        "--workers", "-w", min=0, metavar="N", show_default=False, help="Workers that compute, if it is to change.",
+        "--workers", "-w", min=0, metavar="N", show_default=False, help="The new number of workers.",
     )] = 0,
     servers: Annotated[int, typer.Option(
-        "--servers", "-s", min=0, metavar="N", show_default=False, help="Servers, if it is to change.",
+        "--servers", "-s", min=0, metavar="N", show_default=False, help="The new number of servers.",
     )] = 0,
 ) -> None:  # fmt: skip
     """Change the number of workers or servers of a running job, and wait until that is done. No step is lost.
@@ -62,7 +62,7 @@ def pause(
 @app.command(rich_help_panel=RUNNING)
 def stop(
     run: RunFolder,
-    reason: Annotated[str, typer.Argument(help="Why, for the log and everybody who looks.", show_default=False)] = "",
+    reason: Annotated[str, typer.Argument(help="Why: it is in the log and on the page.", show_default=False)] = "",
 ) -> None:
     """End a running job well, with the step that is computed now: as `run.stop()` in its script does.
 
@@ -104,7 +104,7 @@ def export(
         "--average", "--ema", help="The average of the parameters (average=rp.EMA(...)), not the newest ones.",
     )] = False,
     best: Annotated[bool, typer.Option(
-        "--best", help="The snapshot with the best figure (keep_best), not the newest one.",
+        "--best", help="The snapshot with the best figure (evaluation.keep_best), not the newest.",
     )] = False,
 ) -> None:  # fmt: skip
     """Write a snapshot's model as safetensors, as a Hugging Face folder or as a torch checkpoint.

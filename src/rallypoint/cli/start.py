@@ -150,10 +150,10 @@ def import_(
     script: Annotated[Path, typer.Argument(help="Your training script; everything after it is passed on to it.")],
     options: RunOptions,
     step: Annotated[int, typer.Option(
-        "--step", min=-1, metavar="N", show_default=False, help="The steps of training in it, if it does not say.",
+        "--step", min=-1, metavar="N", show_default=False, help="Its steps of training, if the checkpoint has none.",
     )] = -1,
     strict: Annotated[bool, typer.Option(
-        "--strict", help="Refuse a checkpoint that has weights, or optimizer states, that the script's model has not.",
+        "--strict", help="Refuse a checkpoint with weights or optimizer states that the script's model lacks.",
     )] = False,
 ) -> None:  # fmt: skip
     """Begin a run with a checkpoint of plain PyTorch: weights, optimizer's state by parameter name, and the step.

@@ -34,19 +34,19 @@ def watch(
     terminal: Annotated[bool, typer.Option("--terminal", help="Show it here, and not as a page.")] = False,
     track: Annotated[str, typer.Option(
         "--track", metavar="KIND:FOLDER", show_default=False,
-        help="Write its figures for a tracker: tensorboard, wandb (offline) or mlflow; it goes on where it ended.",
+        help="Write its figures for a tracker: tensorboard, wandb (offline) or mlflow; missing steps are added.",
     )] = "",
     port: Annotated[int, typer.Option(
         "--port", min=0, max=65535, help="The page's port on this machine; by default any free one.",
         show_default=False,
     )] = 0,
     buttons: Annotated[bool, typer.Option(
-        "--buttons", help="With buttons (pause, stop, resize, ...) for who has the token that is printed then.",
+        "--buttons", help="With buttons (pause, stop, resize, ...), which need a second token that is printed.",
     )] = False,
 ) -> None:  # fmt: skip
-    """Show a run, or several over each other, while they go on or afterwards, as a page in the browser.
+    """Show a run, or several in one chart, during the run or afterwards, as a page in the browser.
 
-    It is served on this machine alone, to who has the printed address. From elsewhere: ssh -L PORT:127.0.0.1:PORT.
+    The page is served on this machine alone, and needs the printed address. From elsewhere: ssh -L PORT:127.0.0.1:PORT.
     Ctrl-C ends the page, not the run. With several runs the settings that differ are shown too.
 
     Example: [bold]rallypoint watch runs/20260131-235959[/bold]
@@ -174,19 +174,19 @@ def replay(
     )] = False,
     json: Annotated[bool, typer.Option("--json", help="As JSON, on the standard output.")] = False,
 ) -> None:  # fmt: skip
-    """Compute a step of a run again, with the same bytes as then, and look at it; or say where two runs part.
+    """Compute a step of a run again, with the same bytes as then, and look at it; or say where two runs differ first.
 
     It begins with the nearest snapshot at or before the step, with the script that the run has kept, in one process and
-    a temporary folder. The run's own folder is only read, and the run may be going on. The script's loop ends
+    a temporary folder. The run's own folder is only read, and the run may still be running. The script's loop ends
     after the step, and its evaluations are left out.
 
-    Shown are each replica's loss and samples; the first module whose output is not finite; and whether
-    the contribution equals what the run has recorded (fingerprints=N: of every Nth step). Status 1: something differs.
+    It shows each replica's loss and samples, the first module whose output is not finite, and whether the contribution
+    equals the record (audit.fingerprints=N records every Nth step). Status 1: something differs.
 
     Example: [bold]rallypoint replay runs/20260131-235959 --step 1234 --replica 5[/bold]
 
     With another run nothing is computed: it says which parameter differs first, and at which step (with --step, after
-    that one only). Both need the setting fingerprints=N: [bold]rallypoint replay runs/20260131-235959
+    that one only). Both need the setting audit.fingerprints=N: [bold]rallypoint replay runs/20260131-235959
     runs/20260201-101500[/bold]
     """
     if other is not None:
@@ -229,8 +229,8 @@ def report(
 ) -> None:  # fmt: skip
     """Say what has happened to a run, and write a report of it for others: without tokens, keys and environments.
 
-    It holds the newest events and views, where each thread of the run's processes on this machine is, versions,
-    settings, what was printed, and what the doctor says. The run may go on, or be dead.
+    It holds the newest events and views, the stacks of the run's processes on this machine, versions, settings, the
+    last lines printed, and the answer of `rallypoint doctor`. The run may be running or dead.
 
     Example: [bold]rallypoint report runs/20260131-235959 --out report.zip[/bold]
     """

@@ -72,7 +72,7 @@ class DGC(msgspec.Struct, frozen=True, tag="dgc", kw_only=True, forbid_unknown_f
 
 
 class PowerSGD(msgspec.Struct, frozen=True, tag="powersgd", kw_only=True, forbid_unknown_fields=True):
-    """Factors of `rank` for every shard of a parameter of two or more dimensions; other parameters go raw.
+    """Factors of `rank` for every shard of a parameter of two or more dimensions; others are sent in fp32.
 
     Such a parameter, as a matrix of shape[0] rows, has shards of its own: each has as many whole rows as `shard_bytes`
     holds.

@@ -32,14 +32,14 @@ DownSpec = Raw | Fp16 | Bf16 | Int8
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters with their own settings: those whose name matches any of `match` (shell patterns).
+    """Settings for the parameters whose name matches any of `match` (shell patterns).
 
     If `weight_decay` or `codec` is None, the job's applies.
 
     Under LocalSteps a group may have its own period: it is synchronised after n steps of the job, for each n with
     ``n % sync_every == sync_offset``. None: together with all other parameters.
 
-    `optimizer` is set by `job.store` only: that of a key. None: the job's.
+    `optimizer`, of a key, is set by `job.store` only. None: the job's.
     """
 
     match: tuple[str, ...]
@@ -86,7 +86,7 @@ class Network(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, for
 
 
 class Memory(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """What workers keep of parameters and activations.
+    """How much workers keep of parameters and activations.
 
     Written ``memory=rp.Memory(hold="bf16")``, and ``memory.hold`` in `--set`.
 
@@ -106,7 +106,7 @@ class Memory(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forb
 
 
 class Audit(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """What is computed twice or written down, so that wrong results are found.
+    """Results that are computed twice or recorded, so that wrong ones are found.
 
     Written ``audit=rp.Audit(share=0.1)``, and ``audit.share`` in `--set`.
 
@@ -115,7 +115,7 @@ class Audit(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbi
             before two workers agree on its bytes.
         action: what happens to a worker whose contribution two others have proved wrong: "drain" gives it up,
             "stop" ends the job, "tell" only says so. None of them uses that contribution.
-        fingerprints: every so many steps digests of each replica's contribution and of each parameter are kept in the
+        fingerprints: every N steps digests of each replica's contribution and of each parameter are kept in the
             run's folder, for `rallypoint replay`; 0: never.
     """
 
@@ -125,7 +125,7 @@ class Audit(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbi
 
 
 class Evaluation(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """What follows from the figures of evaluations.
+    """How figures of evaluations change the training and the snapshots that are kept.
 
     Written ``evaluation=rp.Evaluation(keep_best="loss")``, and ``evaluation.keep_best`` in `--set`.
 
@@ -184,13 +184,13 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         decay_1d: decay norms and biases (tensors of fewer than two dimensions) too.
         groups: parameters with their own settings; the first match wins.
         codec: how workers encode gradients; a lossy codec changes the result.
-        down: how servers encode parameters for workers (from exact values: no error accumulates). The last goes raw.
+        down: how servers encode parameters for workers (from exact values: no error accumulates). The last is fp32.
         table_std: standard deviation of the initial values of tables (embeddings whose rows only the servers keep).
         memory: what workers keep of parameters and activations.
-        audit: what is computed twice or written down, so that wrong results are found.
-        evaluation: what follows from the figures of evaluations.
+        audit: which results are computed twice or recorded, so that wrong ones are found.
+        evaluation: how figures of evaluations change the training and the snapshots that are kept.
         reading: in which order samples are read, and what the progress line counts.
-        network: how what is sent is cut, held and paced.
+        network: how payloads are cut, held and paced.
         keyed: the job is a store (`job.store`): keys that are pushed and pulled one by one.
         tune: "auto": while the job runs, `network`'s `in_flight_bytes` and `pace_mbit` are tried, and kept where steps
             get shorter. Where nobody says them, `shard_bytes` and how often snapshots are taken are chosen too. The
@@ -337,7 +337,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """True if a step's forward pass may begin before all of its version is here, as far as these settings say.
 
         It needs replicas that read nothing but that version, which servers hold: no parameters or optimizers of their
-        own, no clocks of their own, no codec states that may be on their way to a worker.
+        own, no clocks of their own, no codec states that may still be sent to a worker.
         """
         mode, states = self.mode, any(has_state(codec) for codec in self.codecs)
         gradients = mode.contribution is Contribution.GRADIENT and mode.pace is Pace.ROUNDS

@@ -68,7 +68,7 @@ class StopWhen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ReduceOnPlateau(msgspec.Struct, metaclass=SettingsType, frozen=True, forbid_unknown_fields=True):
     """Multiply the learning rate by `factor` when `metric` has not improved in more than `patience` evaluations.
 
-    The semantics are those of ``torch.optim.lr_scheduler.ReduceLROnPlateau``, whose `step` is called with each result.
+    It decides as ``torch.optim.lr_scheduler.ReduceLROnPlateau`` does, whose `step` is called with each result.
     It works on top of the optimizer's schedule: the schedule's rate is reduced as often as it was decided by that step.
     """
 
@@ -89,7 +89,7 @@ class ReduceOnPlateau(msgspec.Struct, metaclass=SettingsType, frozen=True, forbi
         return value < limit if self.mode == "min" else value > limit
 
     def reduced(self, rate: float, times: int) -> float:
-        """The rate after so many reductions."""
+        """The rate after `times` reductions."""
         for _ in range(times):
             lower = max(rate * self.factor, self.min_lr)
             if rate - lower > self.eps:

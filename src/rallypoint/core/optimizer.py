@@ -28,7 +28,7 @@ class AdamW(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="adamw", kw_
     """torch.optim.AdamW (Loshchilov and Hutter, 2019).
 
     `fused` is nearly three times as fast on a server's core. The bytes are still the same for any number of workers
-    and servers, but no longer those of plain PyTorch: torch's fused kernel rounds the tail of a tensor differently, and
+    and servers, but differ from plain PyTorch's: torch's fused kernel rounds the tail of a tensor differently, and
     shards end elsewhere than parameters do.
     """
 
@@ -64,7 +64,7 @@ class Adagrad(
     """torch.optim.Adagrad (Duchi, Hazan and Singer, 2011).
 
     Each element's rate is `lr` over the root of the sum of its squared gradients so far. `lr_decay` divides the
-    schedule's rate by 1 + lr_decay * n after n updates of the shard, those that were skipped not counted.
+    schedule's rate by 1 + lr_decay * n after n updates of the shard (skipped steps are not counted).
     """
 
     lr: Schedule | float = 1e-2
@@ -162,7 +162,7 @@ class Muon(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="muon", kw_on
     adamw_eps: float = 1e-8
 
     def of_others(self) -> AdamW:
-        """What steps the parameters that are no matrices."""
+        """The optimizer of the parameters that are no matrices."""
         return AdamW(lr=self.lr, betas=self.adamw_betas, eps=self.adamw_eps, weight_decay=self.weight_decay)
 
 
@@ -189,7 +189,7 @@ def of_shard(spec: Optimizer, columns: int) -> Optimizer:
 class EMA(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="ema", forbid_unknown_fields=True):
     """An exponential moving average: average = decay * average + (1 - decay) * parameters, after every update.
 
-    The bytes are those of torch's AveragedModel with ``get_ema_multi_avg_fn(decay)``, updated after every step: the
+    The bytes equal torch's AveragedModel with ``get_ema_multi_avg_fn(decay)``, updated after every step: the
     first update copies the parameters.
     """
 
@@ -199,7 +199,7 @@ class EMA(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="ema", forbid
 class SWA(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="swa", forbid_unknown_fields=True):
     """The mean of the parameters after updates `start`, `start` + `every`, ... (Izmailov et al., 2018).
 
-    The bytes are those of torch's AveragedModel, as it is by default on a CPU, updated after these steps.
+    The bytes equal torch's AveragedModel with its defaults on a CPU, updated after these steps.
     """
 
     start: int = 0

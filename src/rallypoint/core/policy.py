@@ -206,7 +206,7 @@ class Async(_OnArrival, metaclass=SettingsType, frozen=True, tag="async", forbid
             equation 6).
         delay_compensation: lambda of DC-ASGD (Zheng et al., 2017, equation 10): adds lambda * g * g * (now - then) to a
             gradient g, which needs servers to keep more versions; 0 turns it off.
-        fold: a busy server may apply up to so many queued contributions as one update: their mean, at the sum of their
+        fold: a busy server may apply up to `fold` queued contributions as one update: their mean, at the sum of their
             rates. Not with a backup, which applies each contribution by itself.
     """
 
@@ -235,8 +235,8 @@ class LocalSteps(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="local
     then starts from zero, so the bytes depend on which workers died. With `keep_inner=False`, every round starts from
     zero: the job ends with the same bytes, whatever is killed.
 
-    With more than one of `fragments` it is streaming DiLoCo (Douillard et al., 2025): the parameters are cut into so
-    many runs of shards. A *staggered* round has steps / fragments steps and updates one of the runs, so that each is
+    With more than one of `fragments` it is streaming DiLoCo (Douillard et al., 2025): the parameters are cut into
+    F runs of shards. A *staggered* round has steps / fragments steps and updates one of the runs, so that each is
     synchronised every `steps` steps. Example: steps = 30, fragments = 3: every 10 steps one third is updated. The last
     round updates all. Parameters that are not due keep the replica's local values. Groups of parameters may have a
     period of their own (`Group.sync_every`), whatever `steps` is.

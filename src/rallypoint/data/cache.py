@@ -56,9 +56,9 @@ Ask = Callable[[FilePiece, Callable[[], bytes]], bytes | None]  # see `asking.As
 class Cache:
     """Keeps what is read from a store: ``rp.Parquet("s3://...", cache=rp.Cache("/scratch/data", limit=500 << 30))``.
 
-    All processes of the machine that name the same folder share it: workers, their loader processes, later runs. What
-    two of them need at once is fetched by one. A file that was written again in the store, as its size, its time or its
-    ETag tells, is another one. Bytes that were damaged on the disk are noticed, and fetched again. A disk that is full
+    All processes of the machine that name the same folder share it: workers, their loader processes, later runs. A
+    range that two of them need is fetched once. A file that was written again in the store, as its size, its time or
+    its ETag shows, is another one. Damaged bytes on the disk are noticed, and fetched again. A disk that is full
     or fails costs the cache, and no sample. The system keeps what was read last in memory, once for all processes.
 
     In a job the hosts fetch from each other first, so that each piece leaves the store about once: see `peers`.
@@ -103,7 +103,7 @@ class Cache:
         self._ask = ask if self.peers else None
 
     def get(self, piece: FilePiece, fetch: Callable[[], bytes]) -> bytes:
-        """Return the bytes of a piece: those that are kept, a neighbour's, or what `fetch` returns from the store."""
+        """Return the bytes of a piece: the kept ones, a neighbour's, or what `fetch` returns from the store."""
         ask = self._ask
         if ask is None:
             return self.serve(piece, fetch)

@@ -31,7 +31,7 @@ class Stream:
 
     The items of a part are numbered as they come, and which numbers a replica reads follows from its step, as for any
     other data (I6). So the iterator must be *repeatable*: opened again, it gives the same items in the same order.
-    Whoever computes a replica opens its part and skips what was read before.
+    A worker that takes a replica over opens its part and skips the items read before.
 
     Example::
 

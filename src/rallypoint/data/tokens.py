@@ -138,11 +138,11 @@ class Lanes:
 
     The tokens are cut into `lanes` equal pieces, as pytorch/examples' word_language_model does. Sample i is window
     ``i // lanes`` of lane ``i % lanes``: ``(x, y)``, two int64 tensors of `length` tokens, y one token further than x.
-    What does not fill a window in every lane is left out at each lane's end.
+    Tokens that do not fill a window in every lane are left out at each lane's end.
 
     A job reads it in its own order, and needs as many lanes as a step has samples (`replicas` x `batch`): then each
-    place in a replica's batch reads one lane from its beginning to its end, and begins anew. That is a pure function of
-    the position, so whoever computes a replica reads on where the step before has stopped.
+    place in a replica's batch reads one lane from its beginning to its end, and starts over. That is a pure function of
+    the position, so any worker that computes a replica reads on where the step before has stopped.
 
     Example: 2 replicas of 3 samples, 6 lanes: replica 1 at step 7 reads window 7 of lanes 3, 4 and 5.
 

@@ -55,7 +55,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     )] = 2  # fmt: skip
     replication: Annotated[int, option(
         metavar="1|2", panel=CLUSTER, show_default="2 with two servers",
-        help="2: every shard is on two servers, and either may die without a step lost.",
+        help="2 (the default with two servers or more): two servers have each shard; either may die, no step is lost.",
     )] = 0  # fmt: skip
     heartbeat: Annotated[float, option(
         min=0.5, metavar="S", panel=CLUSTER, help="Seconds without a sign of life until a process is given up.",

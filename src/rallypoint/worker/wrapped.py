@@ -332,7 +332,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @property
     def replica(self) -> int:
-        """Which replica this process computes, from 0: what DDP calls the rank."""
+        """The replica that this process computes, from 0; DDP's rank."""
         return self.run.replica
 
     @property

@@ -29,7 +29,7 @@ _ABOVE = (1.08, 1.18, 1.29, 1.4, 1.53, 1.68, 1.85, 2.1)
 _BELOW = (PACED, 0.93, 0.88)  # of what a link carries, where that was told
 
 # Milliseconds of a link's rate that may be on their way to it; the likeliest first. With less a sender waits for
-# acknowledgements, with more the queue of the port overflows (docs/performance.md: 8 ms at 200 Mbit/s).
+# acknowledgements, with more the queue of the port overflows (256 KiB at 200 Mbit/s are 10 ms).
 _AHEAD_MS = (10.0, 20.0, 5.0, 40.0)
 _FULL = 1.25  # a link's rate in terms of what steps reach, where it was not told
 _LEAST_SHARE = 16 << 10  # bytes of each link, as in `net.transport`: less is the same

@@ -227,7 +227,7 @@ class CostOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of ``rallypoint plan``."""
 
     model: Annotated[str, option(
-        metavar="N", panel=_JOB, help="Its parameters, as 7e9, 7B or 350M: a transformer with as many blocks as usual.",
+        metavar="N", panel=_JOB, help="Its parameters, as 7e9, 7B or 350M: a transformer of the usual shape.",
     )] = ""  # fmt: skip
     compute: Annotated[str, option(
         metavar="TIME", panel=_JOB,
@@ -240,7 +240,7 @@ class CostOptions(msgspec.Struct, frozen=True, kw_only=True):
     )] = None  # fmt: skip
     sets: Annotated[list[str] | None, option(
         "--set", metavar="KEY=VALUE", panel=_JOB,
-        help="A setting of the job, as clip=1.0, shard_bytes=262144 or replicas=64; may be repeated.",
+        help="A setting of the job, as clip=1.0 or network.shard_bytes=262144; may be repeated.",
     )] = None  # fmt: skip
     gpus: Annotated[str, option(
         metavar="N|HxN", panel=_MACHINES,

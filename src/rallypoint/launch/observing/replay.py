@@ -146,7 +146,7 @@ def diff(one: Path, other: Path, step: int = -1) -> Difference:
             what = "have no version in common of which both recorded digests"
             what = f"have not both recorded digests of version {step + 1}" if step >= 0 else what
             raise UsageError(
-                f"{one} and {other} {what}: give both runs the same fingerprints=N (versions N, 2N, ... are recorded)"
+                f"{one} and {other} {what}: give both runs the same audit.fingerprints=N (which records N, 2N, ...)"
             )
         equal = -1
         for number in versions:

@@ -589,7 +589,7 @@ class Micro:
         """Log figures of this micro-batch, such as ``accuracy=0.5``: numbers, or tensors of one element.
 
         Each is averaged over the replica's micro-batches, then over replicas by their weights, and shown and logged
-        beside the step's loss. Tensors are read when the replica is computed: nobody waits for a device before.
+        with the step's loss. Tensors are read when the replica is computed: nobody waits for a device before.
 
         Raises UsageError for what is no number, for too many figures and for names that are too long.
         """
@@ -609,7 +609,7 @@ class Micro:
 
         It is what the replica's micro-batch before this one has left, or (at the first step) what ``carry=`` of
         `job.train` gives: new tensors in the same form, which belong to no graph. Set it inside of ``with micro:`` to
-        what this micro-batch leaves; its graph is cut off. What is not set stays as it was.
+        what this micro-batch leaves; its graph is cut off. If it is not set, the state stays.
 
             hidden = micro.carry
             output, hidden = model(micro.batch, hidden)
@@ -633,7 +633,7 @@ class Micro:
 
     @property
     def loss_scale(self) -> float:
-        """What `backward` multiplies the loss by: 1 except with fp16. (Reading it waits for a GPU.)"""
+        """The factor by which `backward` multiplies the loss: 1 except with fp16. (Reading it waits for a GPU.)"""
         return 1.0 if self._scale is None else float(self._scale[0])
 
     @property

@@ -520,9 +520,9 @@ class Run:
         """End the job when evaluations return `metric` below `below`, or above `above`, or have not made it better by
         more than `min_delta` for the `patience`-th time in a row. Call it before the loop, on all workers.
 
-        It ends with the next version that is to be evaluated, whoever evaluates and however long that takes: training
-        does not pass that version before. Raises UsageError in other modes than rp.Sync() and in the loop, ConfigError
-        for settings that make no sense.
+        It ends with the next version that is due for an evaluation, however long an evaluation takes: training does not
+        pass that version before. Raises UsageError in other modes than rp.Sync() and in the loop, ConfigError for
+        settings that make no sense.
         """
         rule = StopWhen(metric=metric, patience=patience, min_delta=min_delta, mode=mode, below=below, above=above)
         self._evaluating.stop_when(rule)

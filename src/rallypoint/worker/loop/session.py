@@ -304,7 +304,7 @@ class Job(MemberMessages):
 
     @property
     def left(self) -> bool:
-        """True if this worker was told to go, and the job goes on without it."""
+        """True if this worker had to leave, and the job goes on without it."""
         return self._leaving and not self._finished
 
     def leave(self, status: int = 0) -> None:
