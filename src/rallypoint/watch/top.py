@@ -145,9 +145,10 @@ def _members(run: RunState, width: int) -> RenderableType:
     now = {member: spans[-1][1] for member, spans in run.members.spans.items()}
     table = Table.grid(padding=(0, 2))
     for state, count in Counter(now.values()).most_common():
-        names = [row["id"] for row in run.members.rows() if now[str(row["id"])] == state]
+        names = [str(row["id"]) for row in run.members.rows() if now[str(row["id"])] == state]
         more = f", and {count - 8} more" if count > 8 else ""
-        table.add_row(Text("left" if state == "gone" else state, _COLOURS.get(state, "")), str(count), _text(", ".join(map(str, names[:8])) + more))
+        shown = Text("left" if state == "gone" else state, _COLOURS.get(state, ""))
+        table.add_row(shown, str(count), _text(", ".join(names[:8]) + more))
     return Panel(table, title="members", title_align="left", width=width)
 
 
