@@ -277,8 +277,9 @@ def coordinator_arguments(plan: Launch, address: str = "", earlier: int = 0) -> 
     `address`: where members connected to an earlier coordinator of this run. Then its journal is continued. `earlier`:
     how many were started before.
     """
+    again = f"{_host(plan.bind)}:{address.rpartition(':')[2]}"  # one that takes over: where members reached the other
     return (
-        "--bind", _bind_again(plan.bind, address) if address else plan.bind,
+        "--bind", again if address and plan.bind.endswith(":0") else plan.bind,
         *(["--advertise", plan.advertise] if plan.advertise else []),
         "--terms", msgspec.json.encode(terms_of(plan, earlier)).decode(),
         "--join-info", msgspec.json.encode(join_info_of(plan)).decode(),
@@ -322,11 +323,6 @@ def server_arguments(plan: Launch) -> tuple[str, ...]:
         advertise = _host(plan.advertise) if plan.advertise and plan.engine == "local" else ""
         return ("--bind", f"{host}:0", *(["--advertise", advertise] if advertise else []))
     return ("--bind", "[::]:0" if ":" in host else "0.0.0.0:0")
-
-
-def _bind_again(bind: str, address: str) -> str:
-    """Return where a coordinator listens that takes over from one that members reached at `address`."""
-    return bind if not bind.endswith(":0") else f"{_host(bind)}:{address.rpartition(':')[2]}"
 
 
 def is_loopback(host: str) -> bool:

@@ -345,7 +345,8 @@ class TlsConnection:
                 _NOT_YET: "is not valid yet: is a clock wrong?",
             }.get(error.verify_code, f"is not one of this job's CA ({error.verify_message})")
             return f"the certificate of {self.peer} {why}"
-        if "_ALERT_" in (error.reason or "") and (why := _alert(error.reason)):
+        alert = error.reason or ""
+        if "_ALERT_" in alert and (why := next((said for name, said in _ALERTS.items() if alert.endswith(name)), "")):
             return f"{self.peer} does not accept this member's certificate: {why}; {_RENEW}"
         if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
             return f"{self.peer} has no certificate, and this job needs one: give it --tls"
@@ -389,11 +390,6 @@ def _pieces(head: bytes, payload: memoryview | None) -> Iterator[list[memoryview
         yield pieces[:together]
     for piece in pieces[together:]:
         yield [piece]
-
-
-def _alert(reason: str | None) -> str:
-    """What an alert says of our certificate; "" if it is about something else."""
-    return next((said for name, said in _ALERTS.items() if (reason or "").endswith(name)), "")
 
 
 def _words(error: ssl.SSLError) -> str:

@@ -193,7 +193,8 @@ def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> s
         f"{comment}Seconds before the limit ({_LEAD}), at `scancel --batch --signal=USR1 JOB`, the launcher takes",
         f"{comment}a last snapshot and asks Slurm to run the job again; then, and after a node was lost or the job was",
         f"{comment}preempted, this same command goes on from the newest snapshot.",
-        f"exec {_quoted(command)}",
+        # As a shell reads it; the default folder's variable stays one.
+        "exec " + " ".join(f'"{word}"' if word == FOLDER else shlex.quote(word) for word in command),
     ]
     return "\n".join(text) + "\n"
 
@@ -212,11 +213,6 @@ def _in_quotes(value: str) -> str:
     if _PLAIN.fullmatch(value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _quoted(command: Sequence[str]) -> str:
-    """The command as a shell reads it; the default folder's variable stays one."""
-    return " ".join(f'"{word}"' if word == FOLDER else shlex.quote(word) for word in command)
 
 
 class SlurmCluster(RemoteCluster):
