@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rallypoint.core.protocol import Finished, Members, Message, Metrics, Planned, Snapshotted, StepDone, Waiting
+from rallypoint.core.protocol import Finished, Members, Message, Metrics, Planned, Say, Snapshotted, StepDone, Waiting
 from rallypoint.core.view import ViewNumber
 from rallypoint.launch import console
 from rallypoint.launch.console import RunConsole
@@ -181,6 +181,26 @@ def test_the_way_to_go_on_names_the_step_the_run_would_begin_with() -> None:
     assert [line for line in said.getvalue().splitlines() if "go on" in line] == [
         "there is no snapshot of this run to go on from", way, f"{way} (--set KEY=VALUE changes settings)"
     ]  # fmt: skip
+
+
+def test_one_does_not_go_on_from_the_first_weights() -> None:
+    said = io.StringIO()
+    shown = RunConsole(Console(file=said, width=400, highlight=False))
+    shown.show(PLAN)
+    shown.show(Snapshotted("x", 0, 900, 0.25))
+    shown.say_how_to_go_on(Launch(worker=("true",), folder="runs/x", snapshots="somewhere"), failed=True)
+    shown.close()
+    assert "go on" not in said.getvalue()
+
+
+def test_the_end_of_a_process_is_said_once() -> None:
+    said = io.StringIO()
+    shown = RunConsole(Console(file=said, width=400, highlight=False))
+    shown.started.add("worker1")  # the launcher says how it ended
+    lost = [Say(f"worker{number} is gone: its connection ended") for number in (0, 1)]
+    for message in (*lost, Say("worker1 is gone: no sign of life for 5 s")):
+        shown.show(message)
+    assert said.getvalue().splitlines() == [lost[0].text, "worker1 is gone: no sign of life for 5 s"]
 
 
 def test_no_more_workers_are_said_to_compute_than_there_are_replicas() -> None:

@@ -187,6 +187,7 @@ _RATE_OVER_S = 10.0
 _STARTING = 6  # times more patience with a coordinator while processes start, which takes all of a machine's cores
 _WIDE = 80  # columns: a narrower terminal shows only the step and the loss
 _REFUSED = "refused: "  # how the coordinator's message about a refused worker begins
+_NO_MORE = " is gone: its connection ended"
 _HURRIED_S = 2.0  # seconds for the last lines of a run that was interrupted
 
 
@@ -376,6 +377,7 @@ class RunConsole:
         self._last_plain = 0.0
         self.sizes: queue.SimpleQueue[Resize | Drain] = queue.SimpleQueue()  # requests to change the cluster's size
         self._said: set[str] = set()
+        self.started: set[str] = set()  # the launcher's processes: it says itself how they end
         self._said_done = False
         self.holding = False  # members hold the newest version, which is not stored yet
         self.heard = time.monotonic()  # when the coordinator last sent something
@@ -415,6 +417,8 @@ class RunConsole:
                 if text not in self._said:
                     self._said.add(text)
                     self.say(escape(text))
+            case Say(text=text) if text.removesuffix(_NO_MORE) in self.started:
+                pass
             case Say(text=text) | Waiting(text=text) | Ordered(text=text, refused=False):
                 self.say(escape(text))
             case Held(text=text):
@@ -470,7 +474,7 @@ class RunConsole:
         began, stored = age(plan.resume), self.steps_stored
         if stored < 0 and began is not None:
             stored = self.state.steps_in(began[0])
-        if not plan.snapshots or stored < 0:
+        if not plan.snapshots or stored <= 0:  # the first weights: the same command makes them again
             if self.state.step > 0:
                 self.say("there is no snapshot of this run to go on from")
             return

@@ -319,6 +319,7 @@ class ClusterRun:
     # ---- processes ----
 
     def _start(self, name: str, role: str) -> None:
+        self.console.started.add(name)
         try:
             tells_us = (environment.LISTENS_AT, environment.JOB_FAILED) if name == COORDINATOR else ()
             self.handles[name] = self.cluster.start(

@@ -532,7 +532,14 @@ class Doctor:
     def machine(self) -> MachineFacts:
         """Examine this machine."""
         facts = msgspec.structs.replace(collect(), clock=0.0)
-        self._tell(of_machine(facts), f"{facts.host}: nothing to mend")
+        for line in (
+            f"Python {facts.python}, torch {facts.torch or 'none'}, rallypoint {facts.rallypoint}",
+            f"{facts.processor} ({facts.capability}), {counted(facts.cores, 'core')}, {facts.memory / 2**30:.0f} GiB",
+            f"GPUs: {', '.join(gpu.name for gpu in facts.gpus) or 'none'}; torch can use {facts.gpus_seen}",
+            f"{facts.files:,} files may be open; {free_bytes(Path.cwd()) / 1e9:.0f} GB free in this folder",
+        ):
+            self._console.print(f"      [dim]{escape(line)}[/dim]", soft_wrap=True)
+        self._tell(of_machine(facts), f"{facts.host}: no problem in these")
         if facts.kernels:
             self._tell([], f"{facts.host}: the probe computation gives {facts.kernels[:12]} (as on all like machines)")
         return facts
@@ -545,7 +552,7 @@ class Doctor:
                 with ProbeLink(self._access, address) as asking:
                     facts = asking.facts()
                 found[address] = facts
-                self._tell(of_machine(facts), f"{address} ({escape(facts.host)}): nothing to mend")
+                self._tell(of_machine(facts), f"{address} ({escape(facts.host)}): no problem")
             except UnprovenPeer as error:
                 self._tell([Advice(Level.BAD, f"{address}: {error}", "give this doctor the probes' --token-file")])
             except RallypointError as error:

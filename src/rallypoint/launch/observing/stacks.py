@@ -75,7 +75,8 @@ _kept: list[Any] = []  # the file must stay open
 def keep_stacks(role: str) -> None:
     """Let this process write its stacks where the launcher has said (RALLYPOINT_STACKS); without that do nothing.
 
-    A script that has its own faulthandler keeps it. Files of ended processes go when there are very many.
+    It gets its member's name, for ``ps -o pid,comm``, ``pgrep worker1`` and ``top``. A script that has its own
+    faulthandler keeps it. Files of ended processes go when there are very many.
     """
     folder = os.environ.get(environment.STACKS, "")
     if not folder or _kept:
@@ -86,6 +87,7 @@ def keep_stacks(role: str) -> None:
     owner = StackOwner(name, role, os.getpid(), socket.gethostname())
     plain = re.sub(r"[^\w.-]", "_", name)[:100]
     try:
+        Path("/proc/self/comm").write_text(plain[:15])
         _make_room(Path(folder))
         path = Path(folder) / f"{plain}-{owner.pid}.txt"
         if os.path.lexists(path):  # a container's processes have the same numbers each time
