@@ -160,8 +160,8 @@ Told = Say | Skipped | Accounted | Fingerprint | Sampled | ScriptAt  # what memb
 _UNHEARD = 64  # messages that are kept for a launcher that is not connected yet, or not again
 _KEPT = Say | Skipped | Metrics | Snapshotted | Accounted | Held | Ordered
 _TWO_COPIES = (
-    "every shard is on two servers, so one of them may die without a step lost; each server's link carries as much "
-    "more as a worker sends (--replication 1 spares that; a server's death costs all steps since the last snapshot)"
+    "every shard is on two servers, so one of them may die without a step lost; the copies take as much of their "
+    "links as one more worker (with --replication 1 nothing, but a server's death costs all steps since a snapshot)"
 )
 SCRIPT_S = 1.0  # how often observers are told how far the scripts of a job of sums are
 SILENCE_S = 5.0  # after so long without a message, announce what the job waits for

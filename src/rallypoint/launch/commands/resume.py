@@ -70,7 +70,8 @@ def start_of(resume: str, about: JoinInfo, command: str) -> tuple[Resumed | None
         store.commit(manifest)  # from now on it is the newest one: later ones are of a course that is given up
     snapshot = f"{place}/{manifest.id}" if is_elsewhere else manifest.id
     record, changes = changed_record(manifest.job, about.overrides, manifest.version)
-    say(f"going on from snapshot {snapshot}")
+    if is_elsewhere or name == LATEST:  # else the command has named it
+        say(f"going on from snapshot {snapshot}")
     if about.threads and record.threads and about.threads != record.threads:
         changes = [*changes, Change("threads", record.threads, about.threads)]
         record = msgspec.structs.replace(record, threads=about.threads)
