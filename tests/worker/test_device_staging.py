@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from rallypoint.codec.spec import Bf16
 from rallypoint.config import resolve
@@ -275,7 +276,62 @@ def test_whoever_waits_for_a_copy_sleeps(monkeypatch: pytest.MonkeyPatch) -> Non
     assert made == [{"blocking": True}]
 
 
+def test_a_copy_to_another_gpu_than_the_one_that_is_waited_for_is_made_at_once() -> None:
+    """A buffer may be there; parameters may not."""
+    copied, tensors, gpus = list[tuple[int, bool]](), object.__new__(ModelTensors), range(2)
+
+    def on(gpu: int) -> Any:
+        def copy(values: torch.Tensor, non_blocking: bool) -> None:
+            copied.append((gpu, non_blocking))
+
+        tensor = SimpleNamespace(device=torch.device("cuda", gpu), copy_=copy)
+        return SimpleNamespace(tensor=tensor, of=lambda vector: vector)
+
+    tensors.device, tensors.buffers = torch.device("cuda", 0), [on(gpu) for gpu in gpus]
+    tensors.read_buffers_from(torch.zeros(1))
+    assert copied == [(0, True), (1, False)]
+
+
 # ---- whole jobs ----
+
+
+class LateInstalls(TorchFunctionMode):
+    """The main thread's copies between host and device, of versions and of buffers. They are made as late as a device
+    may: when a mark is waited for. Until then there is NaN."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.made = self.waits = 0
+        installed = exchange.Exchange.installed
+
+        def checked(of: exchange.Exchange, version: int) -> Any:
+            assert self.made == len(self.copies), "slots are free, and their copies are not made"
+            return installed(of, version)
+
+        patch.setattr(ModelTensors, "mark", lambda tensors: self._mark())
+        patch.setattr(exchange.Exchange, "installed", checked)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not kwargs.get("non_blocking"):
+            return func(*args, **kwargs)
+        if func is torch.Tensor.to:  # what the device does next sees it: its stream keeps the order
+            self.copies.append((torch.empty_like(args[0]), args[0]))
+            return func(*args, **kwargs).clone()
+        assert func is torch.Tensor.copy_
+        self.copies.append(args)
+        return args[0].fill_(torch.nan if args[0].is_floating_point() else -1)
+
+    def _mark(self) -> Callable[[], None]:
+        upto = len(self.copies)
+        return lambda: self._make(upto)
+
+    def _make(self, upto: int) -> None:
+        self.waits += 1
+        for into, values in self.copies[self.made : upto]:
+            into.copy_(values)
+        self.made = max(self.made, upto)
 
 
 def build() -> torch.nn.Module:
@@ -303,7 +359,13 @@ def trained(monkeypatch: pytest.MonkeyPatch, copies: LateCopies | None, stop: in
         patch.setattr(session, "staging_for", of)
         patch.setattr(session.Job, "open_exchange", pinned)
         patch.setattr(exchange, "pinned_words", words_of_memory)
-        _train(model, stop, settings)
+        with nullcontext() if copies is None else LateInstalls(patch) as late:
+            _train(model, stop, settings)
+    if late is not None:  # one wait for a version, and one for all buffers that replica 0 sends
+        sent = {values.data_ptr() for _, values in late.copies}
+        assert sent.issuperset(buffer.data_ptr() for buffer in model.buffers())
+        assert late.made == len(late.copies)
+        assert late.waits <= 2 * 6 + 1
     return weights_hash(model)
 
 

@@ -9,13 +9,12 @@ from functools import partial
 
 import torch
 
-from rallypoint.config import JobConfig, cadence_of, settings_of
+from rallypoint.config import JobConfig, cadence_of
 from rallypoint.core.layout import Shard
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.local import Drift, InnerStates, OwnParameters
 from rallypoint.net.pool import pinned_words
-from rallypoint.optim import build_optimizer
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.precision import Losses
 from rallypoint.worker.sources.hooks import (
@@ -27,7 +26,7 @@ from rallypoint.worker.sources.hooks import (
     Staging,
     send_buffers,
 )
-from rallypoint.worker.tensors import ModelTensors
+from rallypoint.worker.tensors import ModelTensors, optimizer_of
 
 # ---- Local steps: the worker's own optimizer makes a round's steps, and the change is the contribution ----
 #
@@ -63,9 +62,8 @@ class LocalStepsSource(DeltaSource):
         self._moved = False  # True if the model holds something else than `_start`
         assert config.local is not None
         delayed = config.local.delay > 0
-        self._inner = InnerStates(
-            config.local.keep_inner, lambda round: _Inner(self._new_optimizer(), round, delayed=delayed), ahead=delayed
-        )
+        self._inner = InnerStates(config.local.keep_inner, lambda round: _Inner(
+            optimizer_of(tensors, config), round, delayed=delayed), ahead=delayed)  # fmt: skip
         self._step = self._replica = -1
         self._buffers_before: list[torch.Tensor] = []
 
@@ -87,7 +85,6 @@ class LocalStepsSource(DeltaSource):
         self._optimizer = self._inner.begin(round, replica, generation).optimizer
 
     def begin_step(self, step: int) -> None:
-        """Begin one of the replica's own steps."""
         self._step = step
         if self._config.nonfinite == "skip":
             self._buffers_before = [placed.tensor.clone() for placed in self._tensors.buffers]
@@ -133,7 +130,6 @@ class LocalStepsSource(DeltaSource):
         self._exchange.replica.computed()
 
     def abandon(self) -> None:
-        """Go back to the version, and drop the stale replica's gradients."""
         self._staging.drain()
         self._forget_gradients()
         self._go_back()
@@ -161,19 +157,6 @@ class LocalStepsSource(DeltaSource):
     def _forget_gradients(self) -> None:
         for parameter in self._trained:
             parameter.grad = None
-
-    # ---- the inner optimizers ----
-
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        of_group: dict[int, list[torch.nn.Parameter]] = {}
-        for placed in self._tensors.parameters:
-            assert isinstance(placed.tensor, torch.nn.Parameter)
-            of_group.setdefault(placed.entry.spec.group, []).append(placed.tensor)
-        settings = [settings_of(self._config, group) for group in of_group]
-        optimizer = build_optimizer(self._config.optimizer, list(zip(of_group.values(), settings, strict=True)))
-        for group, own in zip(optimizer.param_groups, settings, strict=True):
-            group["lr_scale"] = own.lr_scale
-        return optimizer
 
 
 @dataclass(slots=True)
@@ -326,7 +309,6 @@ class DelayedSource(FragmentsSource):
         return self._own.may_go_ahead(round, replica, generation)
 
     def resume_replica(self, round: int, replica: int) -> None:
-        """The version is here: continue the round of a replica that has gone ahead."""
         self._replica, self._round = replica, round
         self._optimizer = self._own.resume(replica).optimizer
 
