@@ -498,7 +498,9 @@ class ModelTensors:
         }
 
     def in_place(self) -> dict[int, Pieces]:
-        """The parameters, by shard, for a server that steps them where they lie; none if servers keep other bytes."""
+        """The parameters, by shard, for a server that steps them where they lie; none if servers keep other bytes. Nor of
+        a GPU: a norm has other bits there than on hosts, and a server's thread would compute beside the script's streams.
+        """
         plain = all(
             type(one) is torch.nn.Parameter and one.dtype is torch.float32 and one.is_contiguous() and one.is_cpu
             for one in (placed.tensor for placed in self.parameters)

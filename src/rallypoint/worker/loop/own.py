@@ -38,7 +38,6 @@ class WorkerOptimizer:
         self._tensors, self._stepper = tensors, stepper
 
     def settings_digest(self) -> str:
-        """Return a digest of the optimizer's settings; see `OwnStepper.settings_digest`."""
         return self._stepper.settings_digest()
 
     def install(self, version: int, vector: torch.Tensor, states: Mapping[int, ShardRecord], *, skipped: bool) -> None:
@@ -232,9 +231,9 @@ class OwnStepper:
             name = placed.entry.spec.name
             for key, value in self._kept(name).items():
                 if isinstance(value, torch.Tensor):
-                    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                    raw = value.detach().contiguous().reshape(-1).view(torch.uint8)
                     start, stop = _share(placed, shard, len(raw))
-                    arrays[f"{OWN}.{key}.{name}"] = raw[start:stop].clone()
+                    arrays[f"{OWN}.{key}.{name}"] = raw[start:stop].to("cpu", copy=True)
         return arrays, {}
 
     def load(self, states: Mapping[int, ShardRecord]) -> None:

@@ -269,7 +269,6 @@ class Tables:
             table.push()
 
     def reset(self) -> None:
-        """Drop the gradients of the replica in progress."""
         for table in self._tables:
             table.reset()
 

@@ -60,6 +60,7 @@ class LocalStepsSource(DeltaSource):
         self._start = pinned_words(words) if cuda else torch.empty(words, dtype=torch.float32, device="cpu")
         self._start.zero_()
         self._moved = False  # True if the model holds something else than `_start`
+        self._started: Callable[[], None] = lambda: None  # waits until `_start` is written
         assert config.local is not None
         delayed = config.local.delay > 0
         self._inner = InnerStates(config.local.keep_inner, lambda round: _Inner(
@@ -71,8 +72,8 @@ class LocalStepsSource(DeltaSource):
     def installed(self, shards: Sequence[Shard] | None) -> None:
         """Save what the round starts from, in the parameters' own precision (as the steps see it)."""
         for placed in self._tensors.parameters:
-            placed.of(self._start).copy_(placed.tensor)
-        self._moved = False
+            placed.of(self._start).copy_(placed.tensor, non_blocking=True)
+        self._moved, self._started = False, self._tensors.mark()
 
     def show_version(self) -> None:
         """Load the version: after a round's steps the model holds the last replica's own parameters."""
@@ -92,12 +93,12 @@ class LocalStepsSource(DeltaSource):
     def begin_backward(self, weight: float, *, finite: Callable[[], bool], last: bool) -> None:
         """Set the replica's weight with the last backward; autograd accumulates, nothing is sent."""
         if last:
-            # A step that was not finite was skipped, or is allowed by the settings
-            self._exchange.replica.weigh(weight, finite=True)
+            self._exchange.replica.weigh(weight, finite=True)  # a step that was not was skipped, or is allowed
 
     def end_step(self, *, finite: Callable[[], bool]) -> None:
         """Clip the gradient and step the inner optimizer."""
         self._exchange.check()
+        self._started()
         skips, clip = self._config.nonfinite == "skip", self._config.clip
         norm = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         if skips or clip is not None:
