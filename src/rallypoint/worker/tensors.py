@@ -498,8 +498,8 @@ class ModelTensors:
         }
 
     def in_place(self) -> dict[int, Pieces]:
-        """The parameters, by shard, for a server that steps them where they lie; none if servers keep other bytes. Nor of
-        a GPU: a norm has other bits there than on hosts, and a server's thread would compute beside the script's streams.
+        """The parameters, by shard, for a server that steps them where they lie; none if servers keep other bytes. Nor
+        of a GPU: a norm has other bits there than on a host, and a server's thread would not know the script's streams.
         """
         plain = all(
             type(one) is torch.nn.Parameter and one.dtype is torch.float32 and one.is_contiguous() and one.is_cpu

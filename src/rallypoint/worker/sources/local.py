@@ -32,7 +32,7 @@ from rallypoint.worker.tensors import ModelTensors, optimizer_of
 #
 # Memory of a worker, beside the model, its gradients and the exchange buffer (K bytes each):
 #
-# - K on the host for the values that the round started from;
+# - K on the host for the values that the round started from (pinned for a GPU, whose memory is worth more than a copy);
 # - the inner optimizer's state, as in any training: 2K for AdamW, on the parameters' device; with `keep_inner` once for
 #   each replica that this worker computes;
 # - with `keep_inner` as much again on the host: each replica's state when its round began.
