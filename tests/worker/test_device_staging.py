@@ -22,8 +22,8 @@ from rallypoint.core.policy import AllReduce, BoundedStaleness, LocalSteps
 from rallypoint.core.worker.aligned import OverlapMachine
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.pool import words_of_memory
-from rallypoint.worker.exchange import exchange
-from rallypoint.worker.exchange.locked import Rewound, WholeVector
+from rallypoint.worker.exchange import arrivals, exchange, locked
+from rallypoint.worker.exchange.locked import Rewound, WholeVector, memory_of
 from rallypoint.worker.loop import session
 from rallypoint.worker.sources.hooks import CudaCopies, DeviceGradients, DeviceStaging, Staging
 from rallypoint.worker.tensors import ModelTensors, weights_hash
@@ -343,8 +343,8 @@ def build() -> torch.nn.Module:
     )
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, copies: LateCopies | None, stop: int = -1, **settings: Any) -> str:
-    """The hash of a model that a job has trained, which is stopped in step `stop`. `copies`: on this device."""
+def play_on(copies: LateCopies | None, patch: pytest.MonkeyPatch) -> None:
+    """Jobs' models are on this device; None: on the CPU."""
     open_exchange = session.Job.open_exchange
 
     def of(device: torch.device, failed: Callable[[BaseException], None]) -> Any:
@@ -356,11 +356,18 @@ def trained(monkeypatch: pytest.MonkeyPatch, copies: LateCopies | None, stop: in
             assert not isinstance(opened._shell.machine, OverlapMachine)
         return opened
 
+    patch.setattr(session, "staging_for", of)
+    patch.setattr(session.Job, "open_exchange", pinned)
+    patch.setattr(exchange, "pinned_words", words_of_memory)
+    for module in (locked, arrivals):
+        patch.setattr(module, "memory_of", lambda words, *, pinned=False: memory_of(words))
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, copies: LateCopies | None, stop: int = -1, **settings: Any) -> str:
+    """The hash of a model that a job has trained, which is stopped in step `stop`. `copies`: on this device."""
     model = build()
     with monkeypatch.context() as patch:
-        patch.setattr(session, "staging_for", of)
-        patch.setattr(session.Job, "open_exchange", pinned)
-        patch.setattr(exchange, "pinned_words", words_of_memory)
+        play_on(copies, patch)
         with nullcontext() if copies is None else LateInstalls(patch) as late:
             _train(model, stop, settings)
     if late is not None:  # one mark for a version, and one for all buffers that replica 0 sends
@@ -370,7 +377,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, copies: LateCopies | None, stop: in
     return weights_hash(model)
 
 
-def _train(model: torch.nn.Module, stop: int, settings: dict[str, Any]) -> None:
+def _train(model: torch.nn.Module, stop: int, settings: dict[str, Any]) -> list[float]:
+    losses = list[float]()
     with EmbeddedJob(servers=2) as job:
         run = job.train(model, DATA, **{
             "replicas": 3, "batch": 4, "steps": 6, "optimizer": AdamW(lr=1e-2), "network.shard_bytes": 256, **settings,
@@ -378,9 +386,11 @@ def _train(model: torch.nn.Module, stop: int, settings: dict[str, Any]) -> None:
         for micro in run:
             with micro:
                 x, y = micro.batch
-                micro.backward(F.cross_entropy(model(x).float(), y))
+                micro.backward(loss := F.cross_entropy(model(x).float(), y))
+            losses.append(loss.item())
             if micro.step == stop:
                 run.stop()
+    return losses
 
 
 @pytest.mark.some("{}", "*hold*accumulate*", "*codec*", "*LocalSteps*")
@@ -397,6 +407,19 @@ def test_a_device_that_copies_late_changes_no_byte(monkeypatch: pytest.MonkeyPat
     assert copies.made == len(copies.copies) > 0
     types = {slot.dtype for slot, _ in copies.copies} - {torch.float64}  # (losses)
     assert types == {torch.bfloat16 if settings.get("codec") or "memory.hold" in settings else torch.float32}
+
+
+def test_streamed_parameters_have_the_same_gradients_on_a_device_that_copies_late(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of a slot is another gradient's when it was sent."""
+    losses = []
+    for copies in (device := LateCopies(), None):
+        with monkeypatch.context() as patch:
+            play_on(copies, patch)
+            losses.append(_train(build(), -1, {"memory.parameters": "streamed", "memory.prefetch_bytes": 1024}))
+    assert losses[0] == losses[1]
+    assert device.made == len(device.copies) > 6 * 3 * 6
 
 
 def test_an_rnn_whose_parameters_are_cast_is_one_piece_again(monkeypatch: pytest.MonkeyPatch) -> None:
