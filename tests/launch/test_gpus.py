@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rallypoint.errors import ConfigError
 from rallypoint.launch.commands import by_hand
 from rallypoint.launch.engines.cluster import GROUP, Command, GpuShare, devices_of, shares_of
 from rallypoint.launch.engines.local import LocalCluster
-from rallypoint.launch.environment import RANKS
+from rallypoint.launch.environment import COORDINATOR, RANKS
 from rallypoint.net.transport import InprocTransport
-from rallypoint.recipes.recipe import place_among_gpus
+from rallypoint.recipes.recipe import choose_device, place_among_gpus
 from support.cluster_contract import Started
 
 
@@ -89,6 +91,31 @@ def test_each_process_of_a_machine_takes_its_own_gpu_and_ranks_do_not_share() ->
     assert place_among_gpus(rank, 4) == 3
     with pytest.raises(ConfigError, match="4 ranks and sees 2 GPUs: each rank needs one of its own; give --ranks 2"):
         place_among_gpus(rank, 2)
+
+
+@pytest.mark.parametrize(("name", "index"), [("auto", 5), ("cuda", 5), ("cuda:1", 1)])
+def test_a_recipe_s_gpu_is_the_current_one_before_anything_is_on_it(
+    name: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A DeviceMesh takes the current device, if CUDA has begun: that was GPU 0 for all ranks."""
+    current: list[torch.device] = []
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert [choose_device(name)] == current == [torch.device("cuda", index)]
+
+
+def test_a_worker_of_several_ranks_sees_the_next_gpus_that_no_other_has(tmp_path: Path) -> None:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1,2,3", COORDINATOR: f"{tmp_path}:1"}
+    prints = "import os; os.write(1, '{CUDA_VISIBLE_DEVICES} {LOCAL_RANK}\\n'.format_map(os.environ).encode())"
+    other = GpuShare(2, env[COORDINATOR], ["0", "1", "2", "3"])
+    try:
+        argv = [sys.executable, "-m", GROUP, "2", sys.executable, "-c", prints]
+        lines = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+    finally:
+        other.close()
+    assert (other.visible, sorted(lines.splitlines())) == ("0,1", ["2,3 0", "2,3 1"])
 
 
 @pytest.mark.parametrize("gpus", [[], ["0"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 import time
@@ -18,6 +19,8 @@ from rallypoint.launch.plan import Host
 
 PATIENCE_S = 60.0
 BEGIN = BeginHost("/run", "/", (), sys.executable, "/package", "{host}")
+FAR_END = "rallypoint.launch.engines.far_end"
+SEES = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(1000)"
 # It greets and is ready, and then reads nothing more: a machine that hangs, while its sshd still answers.
 DEAF = f"""
 import sys, time
@@ -87,3 +90,18 @@ def test_what_a_killed_client_has_started_ends_with_it_and_holds_nobody_up(tmp_p
     proxy = psutil.Process(int(started.read_text()))
     promptly(lambda: link.join(time.monotonic()))
     assert psutil.wait_procs([proxy], timeout=PATIENCE_S)[1] == []
+
+
+def test_each_worker_of_a_host_sees_another_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on one machine: what is started there does not know of its neighbours."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    begin = BeginHost(str(tmp_path), str(tmp_path), (), sys.executable, "", "{host}")
+    shell = RemoteShell("fake", lambda host: [sys.executable, "-P", "-m", FAR_END], None, "?")
+    link, lines = HostLink(Host("a"), shell, begin, lambda host, ready: None), queue.SimpleQueue[str]()
+    for number in range(2):
+        command = Command(name=f"worker{number}", role="worker", argv=(sys.executable, "-c", SEES))
+        link.run(RemoteProcess(command, number + 1, link, lines.put))
+    assert link.settled(PATIENCE_S), link
+    assert sorted(lines.get(timeout=PATIENCE_S) for _ in range(2)) == ["3", "5"]
+    promptly(link.close)
+    promptly(lambda: link.join(time.monotonic() + PATIENCE_S))

@@ -1,4 +1,6 @@
-"""A fault of a server's own threads ends the job with a sentence: nobody else would know why frames do not come."""
+"""A fault of a server's own threads ends the job with a sentence: nobody else would know why frames do not come. And
+its owner's thread computes as the job says.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,16 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 from one_server import FIRST, OneServer
 
 from rallypoint.aggregator import AggregatorService
 from rallypoint.core.protocol import GiveUp, Hello, Message
 from rallypoint.core.shard.shell import PeerLinks
 from rallypoint.core.view import Member
+from rallypoint.data.loader import one_thread
 from rallypoint.errors import LinkError, ProtocolError, RallypointError
 from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.transport import InprocTransport
@@ -80,3 +85,32 @@ def test_a_connection_that_another_one_of_its_worker_replaces_is_closed() -> Non
     for number in (1, 3, 2):  # 2 is late: what waited for the view is told in either order
         server.reducer.handle(inbox.Linked(channel(number), "w"))
     assert closed == [1]
+
+
+def test_an_owner_that_begins_while_samples_are_loaded_computes_with_the_job_s_threads() -> None:
+    """A thread's first computation in torch takes the number of threads that the process has then, for ever; sums
+    depend on it. Embedded, the loop's main thread loads samples with one thread, beside it.
+    """
+    server, began, loaded, threads, before = (
+        OneServer(), threading.Event(), threading.Event(), list[int](), torch.get_num_threads()
+    )  # fmt: skip
+    server.job.record = msgspec.structs.replace(server.job.record, threads=2)
+
+    def own() -> None:
+        server.adopt(FIRST)
+        torch.zeros(1 << 17).sum()
+        began.set()
+        assert loaded.wait(30.0)
+        threads.append(torch.get_num_threads())
+
+    torch.set_num_threads(2)
+    try:
+        owner = threading.Thread(target=own)
+        with one_thread():
+            owner.start()
+            assert began.wait(30.0)
+        loaded.set()
+        owner.join(30.0)
+        assert (threads, torch.get_num_threads()) == ([2], 2)
+    finally:
+        torch.set_num_threads(before)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from rallypoint.codec.spec import Bf16
 from rallypoint.config import resolve
@@ -21,8 +22,8 @@ from rallypoint.core.policy import AllReduce, BoundedStaleness, LocalSteps
 from rallypoint.core.worker.aligned import OverlapMachine
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.pool import words_of_memory
-from rallypoint.worker.exchange import exchange
-from rallypoint.worker.exchange.locked import Rewound, WholeVector
+from rallypoint.worker.exchange import arrivals, exchange, locked
+from rallypoint.worker.exchange.locked import Rewound, WholeVector, memory_of
 from rallypoint.worker.loop import session
 from rallypoint.worker.sources.hooks import CudaCopies, DeviceGradients, DeviceStaging, Staging
 from rallypoint.worker.tensors import ModelTensors, weights_hash
@@ -275,7 +276,64 @@ def test_whoever_waits_for_a_copy_sleeps(monkeypatch: pytest.MonkeyPatch) -> Non
     assert made == [{"blocking": True}]
 
 
+def test_a_copy_to_another_gpu_than_the_one_that_is_waited_for_is_made_at_once() -> None:
+    """A buffer may be there; parameters may not."""
+    copied, tensors, gpus = list[tuple[int, bool]](), object.__new__(ModelTensors), range(2)
+
+    def on(gpu: int) -> Any:
+        def copy(values: torch.Tensor, non_blocking: bool) -> None:
+            copied.append((gpu, non_blocking))
+
+        tensor = SimpleNamespace(device=torch.device("cuda", gpu), copy_=copy)
+        return SimpleNamespace(tensor=tensor, of=lambda vector: vector)
+
+    tensors.device, tensors.buffers = torch.device("cuda", 0), [on(gpu) for gpu in gpus]
+    tensors.read_buffers_from(torch.zeros(1))
+    assert copied == [(0, True), (1, False)]
+
+
 # ---- whole jobs ----
+
+
+class LateInstalls(TorchFunctionMode):
+    """The main thread's copies between host and device, of versions and of buffers. They are made as late as a device
+    may: when a mark is waited for. Until then there is NaN."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.made = self.marks = 0
+        installed = exchange.Exchange.installed
+
+        def checked(of: exchange.Exchange, version: int) -> Any:
+            slots = {part.untyped_storage().data_ptr() for part in (of.buffer, of.memory.part(0)[0])}
+            late = [values for _, values in self.copies[self.made :] if values.untyped_storage().data_ptr() in slots]
+            assert not late, "slots are free, and their copies are not made"
+            return installed(of, version)
+
+        patch.setattr(ModelTensors, "mark", lambda tensors: self._mark())
+        patch.setattr(exchange.Exchange, "installed", checked)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not kwargs.get("non_blocking"):
+            return func(*args, **kwargs)
+        if func is torch.Tensor.to:  # what the device does next sees it: its stream keeps the order
+            self.copies.append((torch.empty_like(args[0]), args[0]))
+            return func(*args, **kwargs).clone()
+        assert func is torch.Tensor.copy_
+        self.copies.append(args)
+        return args[0].fill_(torch.nan if args[0].is_floating_point() else -1)
+
+    def _mark(self) -> Callable[[], None]:
+        upto, self.marks = len(self.copies), self.marks + 1
+        return lambda: self._make(upto)
+
+    @torch.no_grad()
+    def _make(self, upto: int) -> None:
+        for into, values in self.copies[self.made : upto]:
+            into.copy_(values)
+        self.made = max(self.made, upto)
 
 
 def build() -> torch.nn.Module:
@@ -285,8 +343,8 @@ def build() -> torch.nn.Module:
     )
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, copies: LateCopies | None, stop: int = -1, **settings: Any) -> str:
-    """The hash of a model that a job has trained, which is stopped in step `stop`. `copies`: on this device."""
+def play_on(copies: LateCopies | None, patch: pytest.MonkeyPatch) -> None:
+    """Jobs' models are on this device; None: on the CPU."""
     open_exchange = session.Job.open_exchange
 
     def of(device: torch.device, failed: Callable[[BaseException], None]) -> Any:
@@ -298,16 +356,29 @@ def trained(monkeypatch: pytest.MonkeyPatch, copies: LateCopies | None, stop: in
             assert not isinstance(opened._shell.machine, OverlapMachine)
         return opened
 
+    patch.setattr(session, "staging_for", of)
+    patch.setattr(session.Job, "open_exchange", pinned)
+    patch.setattr(exchange, "pinned_words", words_of_memory)
+    for module in (locked, arrivals):
+        patch.setattr(module, "memory_of", lambda words, *, pinned=False: memory_of(words))
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, copies: LateCopies | None, stop: int = -1, **settings: Any) -> str:
+    """The hash of a model that a job has trained, which is stopped in step `stop`. `copies`: on this device."""
     model = build()
     with monkeypatch.context() as patch:
-        patch.setattr(session, "staging_for", of)
-        patch.setattr(session.Job, "open_exchange", pinned)
-        patch.setattr(exchange, "pinned_words", words_of_memory)
-        _train(model, stop, settings)
+        play_on(copies, patch)
+        with nullcontext() if copies is None else LateInstalls(patch) as late:
+            _train(model, stop, settings)
+    if late is not None:  # one mark for a version, and one for all buffers that replica 0 sends
+        sent = {values.data_ptr() for _, values in late.copies}
+        assert sent.issuperset(buffer.data_ptr() for buffer in model.buffers())
+        assert late.marks <= 2 * 6 + 1
     return weights_hash(model)
 
 
-def _train(model: torch.nn.Module, stop: int, settings: dict[str, Any]) -> None:
+def _train(model: torch.nn.Module, stop: int, settings: dict[str, Any]) -> list[float]:
+    losses = list[float]()
     with EmbeddedJob(servers=2) as job:
         run = job.train(model, DATA, **{
             "replicas": 3, "batch": 4, "steps": 6, "optimizer": AdamW(lr=1e-2), "network.shard_bytes": 256, **settings,
@@ -315,9 +386,11 @@ def _train(model: torch.nn.Module, stop: int, settings: dict[str, Any]) -> None:
         for micro in run:
             with micro:
                 x, y = micro.batch
-                micro.backward(F.cross_entropy(model(x).float(), y))
+                micro.backward(loss := F.cross_entropy(model(x).float(), y))
+            losses.append(loss.item())
             if micro.step == stop:
                 run.stop()
+    return losses
 
 
 @pytest.mark.some("{}", "*hold*accumulate*", "*codec*", "*LocalSteps*")
@@ -334,6 +407,19 @@ def test_a_device_that_copies_late_changes_no_byte(monkeypatch: pytest.MonkeyPat
     assert copies.made == len(copies.copies) > 0
     types = {slot.dtype for slot, _ in copies.copies} - {torch.float64}  # (losses)
     assert types == {torch.bfloat16 if settings.get("codec") or "memory.hold" in settings else torch.float32}
+
+
+def test_streamed_parameters_have_the_same_gradients_on_a_device_that_copies_late(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of a slot is another gradient's when it was sent."""
+    losses = []
+    for copies in (device := LateCopies(), None):
+        with monkeypatch.context() as patch:
+            play_on(copies, patch)
+            losses.append(_train(build(), -1, {"memory.parameters": "streamed", "memory.prefetch_bytes": 1024}))
+    assert losses[0] == losses[1]
+    assert device.made == len(device.copies) > 6 * 3 * 6
 
 
 def test_an_rnn_whose_parameters_are_cast_is_one_piece_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from rallypoint.config import JobConfig, resolve
 from rallypoint.core.worker.slots import Compute
 from rallypoint.errors import NonFiniteLoss
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.net.transport import InprocConnection
+from rallypoint.net.transport import InprocConnection, InprocLender
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash
 from support.beside import until
@@ -254,14 +254,21 @@ def test_half_precision_parameters_that_have_not_moved_contribute_nothing() -> N
 
 @pytest.mark.slow
 def test_sixteen_local_steps_move_a_fifteenth_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that anybody sends is counted, first weights and beats too."""
-    send = InprocConnection.send
+    """Everything that anybody sends or lends is counted, first weights and beats too."""
+    send, lend = InprocConnection.send, InprocLender.lend
 
     def counting(self: InprocConnection, head: bytes, payload: memoryview | None = None) -> None:
         nonlocal bytes_sent
         bytes_sent += len(head) + (len(payload) if payload is not None else 0)
         send(self, head, payload)
 
+    def counting_lent(self: InprocLender, payload: memoryview) -> int | None:
+        nonlocal bytes_sent
+        number = lend(self, payload)
+        bytes_sent += len(payload) if number is not None else 0
+        return number
+
+    monkeypatch.setattr(InprocLender, "lend", counting_lent)
     monkeypatch.setattr(InprocConnection, "send", counting)
     counts = []
     for sync in (rp.Sync(), rp.LocalSteps(steps=16)):

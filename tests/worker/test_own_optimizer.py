@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import rallypoint as rp
 from rallypoint.config import JobConfig, overrides_from, resolve, with_own_optimizer
@@ -151,6 +152,22 @@ def test_a_fused_optimizer_gets_gradients_and_its_state_in_the_order_of_the_para
     for worker in (plain, turned, taker):
         worker.step()
         assert all(map(torch.equal, worker.model.parameters(), plain.model.parameters()))
+
+
+def test_of_a_state_on_a_gpu_only_a_shard_s_share_is_copied_to_the_host() -> None:
+    """An embedding lies in fifty shards: all of its state for each would take seconds, in which nobody steps."""
+    worker, copied = Worker(OPTIMIZERS["adamw"], 1, torch.float32), list[int]()
+    worker.step()
+
+    class Copies(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.Tensor.cpu, torch.Tensor.to):
+                copied.append(args[0].nbytes)
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        worker.uploaded()
+    assert 0 < max(copied) <= 4 * worker.layout.largest_shard < max(p.nbytes for p in worker.model.parameters())
 
 
 def test_a_step_that_is_skipped_changes_no_parameter() -> None:

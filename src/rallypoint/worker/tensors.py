@@ -15,12 +15,12 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rallypoint.config import JobConfig, Settings, group_of, matrices_of, ranks_of
+from rallypoint.config import JobConfig, Settings, group_of, matrices_of, ranks_of, settings_of
 from rallypoint.core.layout import DTYPE_BYTES, Entry, Layout, Shard, TensorSpec, build_layout, carried_by
 from rallypoint.core.modes import Feature, why_not
 from rallypoint.core.optimizer import ENTRY
 from rallypoint.errors import ConfigError, ModelError, UsageError
-from rallypoint.optim import Pieces, refusal
+from rallypoint.optim import Pieces, build_optimizer, refusal
 from rallypoint.parallel import persistent_buffers
 
 # ---- What a model must be before a job trains it: each sentence names the tensor, and says what to do ----
@@ -373,6 +373,13 @@ class Placed:
         return raw.view(self.tensor.dtype).view(self.entry.spec.shape)
 
 
+def marked(stream: torch.cuda.Stream) -> Callable[[], None]:
+    """Return what waits until the stream has done all that it was given so far. Any thread may call that."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # else the wait takes a core
+    event.record(stream)
+    return event.synchronize
+
+
 class ModelTensors:
     """The trainable parameters (tied ones once), the shared buffers and the frozen parameters of a model.
 
@@ -454,10 +461,18 @@ class ModelTensors:
         """Copy parameters from a flat CPU vector (fp32 or bf16), and buffers from `buffers` (fp32; None: the same)."""
         for placed in self.parameters:
             placed.tensor.copy_(placed.of(vector), non_blocking=True)
+        self.read_buffers_from(vector if buffers is None else buffers)
+        self.mark()()  # the caller reuses the vector after this
+
+    @torch.no_grad()
+    def read_buffers_from(self, vector: torch.Tensor) -> None:
+        """Begin to copy the buffers: see `mark`. Nothing waits for copies to another GPU, so those are made at once."""
         for placed in self.buffers:
-            placed.tensor.copy_(placed.of(vector if buffers is None else buffers), non_blocking=True)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the caller reuses the vector after this
+            placed.tensor.copy_(placed.of(vector), non_blocking=placed.tensor.device == self.device)
+
+    def mark(self) -> Callable[[], None]:
+        """Return what waits until all copies between host and device that this thread has begun so far are made."""
+        return marked(torch.cuda.current_stream(self.device)) if self.device.type == "cuda" else lambda: None
 
     @torch.no_grad()
     def read_shards_from(self, vector: torch.Tensor, shards: Sequence[Shard]) -> None:
@@ -483,7 +498,9 @@ class ModelTensors:
         }
 
     def in_place(self) -> dict[int, Pieces]:
-        """The parameters, by shard, for a server that steps them where they lie; none if servers keep other bytes."""
+        """The parameters, by shard, for a server that steps them where they lie; none if servers keep other bytes. Nor
+        of a GPU: a norm has other bits there than on a host, and a server's thread would not know the script's streams.
+        """
         plain = all(
             type(one) is torch.nn.Parameter and one.dtype is torch.float32 and one.is_contiguous() and one.is_cpu
             for one in (placed.tensor for placed in self.parameters)
@@ -515,6 +532,19 @@ class ModelTensors:
         """The parameters in a shard, each with its first word and the word after its last (words of the vector)."""
         found = ((p, max(p.entry.start, shard.start), min(p.entry.stop, shard.stop)) for p in self.parameters)
         return [(placed, start, stop) for placed, start, stop in found if start < stop]
+
+
+def optimizer_of(tensors: ModelTensors, config: JobConfig) -> torch.optim.Optimizer:
+    """The job's optimizer over the model's parameters. Before a step set each group's lr, to lr_scale * the rate."""
+    of_group: dict[int, list[torch.nn.Parameter]] = {}
+    for placed in tensors.parameters:
+        assert isinstance(placed.tensor, torch.nn.Parameter)
+        of_group.setdefault(placed.entry.spec.group, []).append(placed.tensor)
+    settings = [settings_of(config, group) for group in of_group]
+    optimizer = build_optimizer(config.optimizer, list(zip(of_group.values(), settings, strict=True)))
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group["lr_scale"] = own.lr_scale
+    return optimizer
 
 
 def weights_hash(model: torch.nn.Module) -> str:

@@ -12,15 +12,15 @@ import msgspec
 import numpy as np
 import torch
 
-from rallypoint.config import JobConfig, settings_of
+from rallypoint.config import JobConfig
 from rallypoint.core.layout import DTYPE_BYTES, Shard
 from rallypoint.core.modes import StateHolder
 from rallypoint.core.schedule import rate_at
 from rallypoint.errors import ConfigError, ProtocolError
-from rallypoint.optim import NUMBERS, Pieces, build_optimizer, number
+from rallypoint.optim import NUMBERS, Pieces, number
 from rallypoint.store.record import MASTER, OWN, ShardRecord
 from rallypoint.worker.habits import by_the_job
-from rallypoint.worker.tensors import ModelTensors, Placed
+from rallypoint.worker.tensors import ModelTensors, Placed, optimizer_of
 
 # ---- The optimizer steps with the mean gradient; its state can be uploaded and loaded ----
 
@@ -38,7 +38,6 @@ class WorkerOptimizer:
         self._tensors, self._stepper = tensors, stepper
 
     def settings_digest(self) -> str:
-        """Return a digest of the optimizer's settings; see `OwnStepper.settings_digest`."""
         return self._stepper.settings_digest()
 
     def install(self, version: int, vector: torch.Tensor, states: Mapping[int, ShardRecord], *, skipped: bool) -> None:
@@ -47,15 +46,15 @@ class WorkerOptimizer:
         If there are `states` (shard -> record), load them. Otherwise step the optimizer once with the mean gradient in
         `vector` (flat fp32), unless the step is `skipped`. In each case take the buffers from `vector`.
         """
+        if steps := not states and not skipped:
+            self._set_gradients(vector)
+        self._tensors.read_buffers_from(vector)
+        copied = self._tensors.mark()
         if states:
             self._load(states)
-        elif not skipped:
-            self._step(version - 1, vector)
-        with torch.no_grad():
-            for placed in self._tensors.buffers:
-                placed.tensor.copy_(placed.of(vector), non_blocking=True)
-        if self._tensors.device.type == "cuda":
-            torch.cuda.current_stream(self._tensors.device).synchronize()  # the caller reuses the vector after this
+        elif steps:
+            self._step(version - 1)
+        copied()  # the caller reuses the vector after this; a GPU may go on stepping
         self.version = version
 
     def record(self, shard: Shard) -> ShardRecord:
@@ -67,7 +66,7 @@ class WorkerOptimizer:
             arrays |= kept
         return ShardRecord(shard.index, self.version, {n: a.numpy() for n, a in arrays.items()}, scalars)
 
-    def _step(self, step: int, vector: torch.Tensor) -> None:
+    def _set_gradients(self, vector: torch.Tensor) -> None:
         if self.means:
             self._tensors.set_gradients(self.means)
             self.means.clear()
@@ -77,6 +76,8 @@ class WorkerOptimizer:
                 mean = placed.of(vector).to(tensor.device, tensor.dtype, non_blocking=True)
                 # A fused optimizer takes for granted that both are in one order of dimensions (channels_last)
                 tensor.grad = mean if tensor.is_contiguous() else torch.empty_like(tensor).copy_(mean)
+
+    def _step(self, step: int) -> None:
         with by_the_job():
             self._stepper.step(step)
         for placed in self._tensors.parameters:
@@ -98,15 +99,7 @@ class SpecifiedStepper:
     """
 
     def __init__(self, tensors: ModelTensors, config: JobConfig) -> None:
-        self._tensors, self._config = tensors, config
-        of_group: dict[int, list[torch.nn.Parameter]] = {}
-        for placed in tensors.parameters:
-            assert isinstance(placed.tensor, torch.nn.Parameter)
-            of_group.setdefault(placed.entry.spec.group, []).append(placed.tensor)
-        settings = [settings_of(config, group) for group in of_group]
-        self._optimizer = build_optimizer(config.optimizer, list(zip(of_group.values(), settings, strict=True)))
-        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
-            group["lr_scale"] = own.lr_scale
+        self._tensors, self._config, self._optimizer = tensors, config, optimizer_of(tensors, config)
 
     def step(self, step: int) -> None:
         rate = rate_at(self._config.schedule, step, self._config.steps)
@@ -238,9 +231,9 @@ class OwnStepper:
             name = placed.entry.spec.name
             for key, value in self._kept(name).items():
                 if isinstance(value, torch.Tensor):
-                    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                    raw = value.detach().contiguous().reshape(-1).view(torch.uint8)
                     start, stop = _share(placed, shard, len(raw))
-                    arrays[f"{OWN}.{key}.{name}"] = raw[start:stop].clone()
+                    arrays[f"{OWN}.{key}.{name}"] = raw[start:stop].to("cpu", copy=True)
         return arrays, {}
 
     def load(self, states: Mapping[int, ShardRecord]) -> None:

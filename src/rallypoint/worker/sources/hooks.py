@@ -18,7 +18,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ModelError, UsageError
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.locked import Rewound
-from rallypoint.worker.tensors import ModelTensors, Placed
+from rallypoint.worker.tensors import ModelTensors, Placed, marked
 
 # ---- The interface of a mode's worker side: it makes the contributions of one replica after the other ----
 
@@ -94,11 +94,12 @@ def send_buffers(tensors: ModelTensors, exchange: Exchange, replica: int) -> Non
     wanted = [place for place in places if exchange.replica.claim(place.index)]
     if not wanted:
         return
-    start, stop = places[0].start, places[-1].stop
-    whole = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
+    start, stop, gpu = places[0].start, places[-1].stop, tensors.device.type == "cuda"
+    whole = torch.zeros(stop - start, dtype=torch.float32, device="cpu", pin_memory=gpu)
     for placed in tensors.buffers:
         if start <= placed.entry.start and placed.entry.stop <= stop:
-            placed.of_part(whole, start).copy_(placed.tensor)
+            placed.of_part(whole, start).copy_(placed.tensor, non_blocking=placed.tensor.device == tensors.device)
+    tensors.mark()()  # once: a model has dozens of them
     for place in wanted:
         exchange.memory.words(place.index).copy_(whole[place.start - start :][: place.words])
         exchange.replica.filled(place.index)
@@ -163,9 +164,7 @@ class CudaCopies:
 
     def mark(self) -> Callable[[], None]:
         """Return what waits until everything copied so far is in its slot. Any thread may call that."""
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # else the wait takes a core
-        event.record(self._stream)
-        return event.synchronize
+        return marked(self._stream)
 
 
 _CLOSES_WITHIN_S = 10.0  # a device that hangs keeps nobody from leaving the job
@@ -270,12 +269,10 @@ class Tables:
             table.push()
 
     def reset(self) -> None:
-        """Drop the gradients of the replica in progress."""
         for table in self._tables:
             table.reset()
 
     def remove(self) -> None:
-        """Restore the modules' own forwards."""
         for module in self._modules:
             module.__dict__.pop("forward", None)
 
@@ -390,7 +387,6 @@ class GradientHooks(DeltaSource):
         ]
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
         for handle in self._handles:
             handle.remove()
         self._tables.remove()
@@ -403,7 +399,6 @@ class GradientHooks(DeltaSource):
             self._staging.then(lambda: self._exchange.replica.weigh(weight, finite=finite()))
 
     def end_backward(self) -> None:
-        """Stop the hooks: from here on gradients stay in `.grad` for the script."""
         self._in_backward = False
 
     def end_replica(self, replica: int) -> None:
@@ -420,7 +415,6 @@ class GradientHooks(DeltaSource):
         self._exchange.replica.computed()
 
     def abandon(self) -> None:
-        """The replica in progress is stale: drop its gradients."""
         self._in_backward = False
         self._staging.drain()
         for placed in self._tensors.parameters:

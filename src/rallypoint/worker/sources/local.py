@@ -9,13 +9,12 @@ from functools import partial
 
 import torch
 
-from rallypoint.config import JobConfig, cadence_of, settings_of
+from rallypoint.config import JobConfig, cadence_of
 from rallypoint.core.layout import Shard
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.local import Drift, InnerStates, OwnParameters
 from rallypoint.net.pool import pinned_words
-from rallypoint.optim import build_optimizer
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.precision import Losses
 from rallypoint.worker.sources.hooks import (
@@ -27,13 +26,13 @@ from rallypoint.worker.sources.hooks import (
     Staging,
     send_buffers,
 )
-from rallypoint.worker.tensors import ModelTensors
+from rallypoint.worker.tensors import ModelTensors, optimizer_of
 
 # ---- Local steps: the worker's own optimizer makes a round's steps, and the change is the contribution ----
 #
 # Memory of a worker, beside the model, its gradients and the exchange buffer (K bytes each):
 #
-# - K on the host for the values that the round started from;
+# - K on the host for the values that the round started from (pinned for a GPU, whose memory is worth more than a copy);
 # - the inner optimizer's state, as in any training: 2K for AdamW, on the parameters' device; with `keep_inner` once for
 #   each replica that this worker computes;
 # - with `keep_inner` as much again on the host: each replica's state when its round began.
@@ -61,11 +60,11 @@ class LocalStepsSource(DeltaSource):
         self._start = pinned_words(words) if cuda else torch.empty(words, dtype=torch.float32, device="cpu")
         self._start.zero_()
         self._moved = False  # True if the model holds something else than `_start`
+        self._started: Callable[[], None] = lambda: None  # waits until `_start` is written
         assert config.local is not None
         delayed = config.local.delay > 0
-        self._inner = InnerStates(
-            config.local.keep_inner, lambda round: _Inner(self._new_optimizer(), round, delayed=delayed), ahead=delayed
-        )
+        self._inner = InnerStates(config.local.keep_inner, lambda round: _Inner(
+            optimizer_of(tensors, config), round, delayed=delayed), ahead=delayed)  # fmt: skip
         self._step = self._replica = -1
         self._buffers_before: list[torch.Tensor] = []
 
@@ -73,8 +72,8 @@ class LocalStepsSource(DeltaSource):
     def installed(self, shards: Sequence[Shard] | None) -> None:
         """Save what the round starts from, in the parameters' own precision (as the steps see it)."""
         for placed in self._tensors.parameters:
-            placed.of(self._start).copy_(placed.tensor)
-        self._moved = False
+            placed.of(self._start).copy_(placed.tensor, non_blocking=True)
+        self._moved, self._started = False, self._tensors.mark()
 
     def show_version(self) -> None:
         """Load the version: after a round's steps the model holds the last replica's own parameters."""
@@ -87,7 +86,6 @@ class LocalStepsSource(DeltaSource):
         self._optimizer = self._inner.begin(round, replica, generation).optimizer
 
     def begin_step(self, step: int) -> None:
-        """Begin one of the replica's own steps."""
         self._step = step
         if self._config.nonfinite == "skip":
             self._buffers_before = [placed.tensor.clone() for placed in self._tensors.buffers]
@@ -95,12 +93,12 @@ class LocalStepsSource(DeltaSource):
     def begin_backward(self, weight: float, *, finite: Callable[[], bool], last: bool) -> None:
         """Set the replica's weight with the last backward; autograd accumulates, nothing is sent."""
         if last:
-            # A step that was not finite was skipped, or is allowed by the settings
-            self._exchange.replica.weigh(weight, finite=True)
+            self._exchange.replica.weigh(weight, finite=True)  # a step that was not was skipped, or is allowed
 
     def end_step(self, *, finite: Callable[[], bool]) -> None:
         """Clip the gradient and step the inner optimizer."""
         self._exchange.check()
+        self._started()
         skips, clip = self._config.nonfinite == "skip", self._config.clip
         norm = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         if skips or clip is not None:
@@ -133,7 +131,6 @@ class LocalStepsSource(DeltaSource):
         self._exchange.replica.computed()
 
     def abandon(self) -> None:
-        """Go back to the version, and drop the stale replica's gradients."""
         self._staging.drain()
         self._forget_gradients()
         self._go_back()
@@ -161,19 +158,6 @@ class LocalStepsSource(DeltaSource):
     def _forget_gradients(self) -> None:
         for parameter in self._trained:
             parameter.grad = None
-
-    # ---- the inner optimizers ----
-
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        of_group: dict[int, list[torch.nn.Parameter]] = {}
-        for placed in self._tensors.parameters:
-            assert isinstance(placed.tensor, torch.nn.Parameter)
-            of_group.setdefault(placed.entry.spec.group, []).append(placed.tensor)
-        settings = [settings_of(self._config, group) for group in of_group]
-        optimizer = build_optimizer(self._config.optimizer, list(zip(of_group.values(), settings, strict=True)))
-        for group, own in zip(optimizer.param_groups, settings, strict=True):
-            group["lr_scale"] = own.lr_scale
-        return optimizer
 
 
 @dataclass(slots=True)
@@ -326,7 +310,6 @@ class DelayedSource(FragmentsSource):
         return self._own.may_go_ahead(round, replica, generation)
 
     def resume_replica(self, round: int, replica: int) -> None:
-        """The version is here: continue the round of a replica that has gone ahead."""
         self._replica, self._round = replica, round
         self._optimizer = self._own.resume(replica).optimizer
 
