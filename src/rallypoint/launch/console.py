@@ -474,7 +474,7 @@ class RunConsole:
         began, stored = age(plan.resume), self.steps_stored
         if stored < 0 and began is not None:
             stored = self.state.steps_in(began[0])
-        if not plan.snapshots or stored <= 0:  # the first weights: the same command makes them again
+        if not plan.snapshots or stored < 0 or stored == self.state.step == 0:  # nothing was computed
             if self.state.step > 0:
                 self.say("there is no snapshot of this run to go on from")
             return
