@@ -155,8 +155,7 @@ class RankLost(RallypointError):
 
 
 class StoreRolledBack(RallypointError):
-    """A store's servers lost values that no other had, and went back to a snapshot: ask `store.step` and go on there.
-    """
+    """A store's servers lost values that no other had, and went back to a snapshot: ask `store.step`, go on there."""
 
 
 class JobAborted(RallypointError):

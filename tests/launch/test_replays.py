@@ -404,3 +404,29 @@ def test_reductions_of_the_rates_after_the_snapshot_are_in_the_journal(tmp_path:
     journal.save(ClusterState(job, None, (), 3, 1, True, 5, 2, decided=Decided(15, reductions=(3, 6, 12, 15))))
     journal.close()
     assert command._reductions(manifest, tmp_path, kept_state(tmp_path)) == (3, 6, 12, 15)
+
+
+# As on a busy machine: what servers say of the last steps comes when the replay has computed them already.
+LATE = """
+import os, threading
+if os.environ.get("RALLYPOINT_REPLAY"):
+    from rallypoint.coordinator.owner import Owner
+    from rallypoint.core.protocol import Applied
+    put = Owner.put
+    def late(owner, event):
+        message = getattr(event, "message", None)
+        if isinstance(message, Applied) and message.step > 10:
+            threading.Timer(0.5, put, (owner, event)).start()
+        else:
+            put(owner, event)
+    Owner.put = late
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+def test_a_replay_ends_when_the_loss_of_its_step_is_known(tmp_path: Path) -> None:
+    program = run_of(tmp_path, -1, -1, script=LATE + SCRIPT)
+    assert program.wait(240) == 0, (tmp_path / "said").read_text()
+    result = replayed(tmp_path / "run", "--step", "12")
+    assert result["loss"] == result["recorded_loss"] != ""

@@ -49,8 +49,7 @@ def _check_current_folder() -> None:
 
 
 def _refuse_gone(words: list[str]) -> None:
-    """Raise UsageError for a command in GONE, with what to do instead. `given.refuse_option` does it for options.
-    """
+    """Raise UsageError for a command in GONE, with what to do instead. `given.refuse_option` does it for options."""
     if words and words[0] in GONE:
         raise UsageError(f"there is no command {words[0]}: {GONE[words[0]]}")
 

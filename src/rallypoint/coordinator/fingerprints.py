@@ -149,8 +149,7 @@ def _size(kept: sqlite3.Connection) -> int:
 
 
 def _forget_the_oldest(kept: sqlite3.Connection) -> bool:
-    """Delete the oldest eighth of the steps that are recorded: of their number, not of their range. False if none is.
-    """
+    """Delete the oldest eighth of the recorded steps: of their number, not of their range. False if none is."""
     steps = "select step from contributions union select version from versions"
     (count,) = kept.execute(f"select count(*) from ({steps})").fetchone()
     if not count:

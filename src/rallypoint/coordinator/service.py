@@ -178,6 +178,12 @@ class CoordinatorService:
         with self._changed:
             self._changed.wait_for(lambda: all(worker not in self._shell.members for worker in workers), longest_s)
 
+    def wait_for_step(self, step: int, longest_s: float) -> None:
+        """Block until `step` is counted and known to be applied, for at most `longest_s` seconds."""
+        course, tally = self._shell.machine.course, self._shell.announcer.tally
+        with self._changed:
+            self._changed.wait_for(lambda: tally is not None and tally.done >= step < course.known, longest_s)
+
     def abort(self, reason: str) -> None:
         """End the job from outside (a child process died, Ctrl-C); all members are told why. Any thread may call it."""
         self._owner.put(inbox.EndWanted(reason))

@@ -54,8 +54,7 @@ class Ledger(Protocol):
 
     @property
     def chosen(self) -> Sequence[int]:
-        """The replicas of the round in progress that an earlier primary had chosen, in its order; empty if none had.
-        """
+        """The replicas of the round in progress that an earlier primary had chosen, in its order; empty if none had."""
 
     def clock(self, replica: int) -> int:
         """The step of this replica's next contribution; under an aligned policy the round in progress."""

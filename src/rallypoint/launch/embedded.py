@@ -203,6 +203,7 @@ class ReplayedRun(Run):
     """
 
     task: ReplayTask
+    coordinator: CoordinatorService
 
     def every(self, steps: int) -> Any:
         """Leave the evaluation out: what the run has decided from its result is known."""
@@ -235,6 +236,7 @@ class ReplayedRun(Run):
                 self._samples.setdefault(micro.replica, []).extend(indices)
                 self._computing = micro.replica
             yield micro
+        self.coordinator.wait_for_step(self.task.step, 10.0)  # its loss waits for what servers say of the step
         self._answer()
         raise SystemExit(0)  # what the script does after its loop (saving the model) is no part of the replay
 
@@ -275,5 +277,5 @@ def replay_job(path: str) -> EmbeddedJob:
         resume=Resumed(record, manifest.id, manifest.version, decided=decided),
         about=JoinInfo(overrides=record.config, folder=task.folder, snapshots=task.snapshots),
     )
-    job.run_type = type("ReplayedRun", (ReplayedRun,), {"task": task})
+    job.run_type = type("ReplayedRun", (ReplayedRun,), {"task": task, "coordinator": job._coordinator})
     return job

@@ -173,8 +173,7 @@ class ViewSequence:
         return msgspec.structs.replace(view, contributors=contributors(view, before, self._contributing))
 
     def with_backup_task(self, worker: str, replica: int) -> View | None:
-        """Make the view in which `worker`, and its aggregator, may also contribute `replica`; None if it may already.
-        """
+        """Make the view in which `worker` and its aggregator may also contribute `replica`; None if it may already."""
         assert self.view is not None
         own = self.view.contributors.get(worker, ())
         if replica in own:

@@ -67,8 +67,7 @@ class PortMeter:
     _windows: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST))
 
     def sampled(self, now: float, sent: Mapping[Any, Sent]) -> None:
-        """What each connection that is open has sent; `now` in seconds. One that is new counts from the next call on.
-        """
+        """What each open connection has sent; `now` in seconds. One that is new counts from the next call on."""
         both = [(self._last[key], value) for key, value in sent.items() if key in self._last]
         self._last = dict(sent)
         last = self._marks[-1] if self._marks else _Mark(now, 0, 0.0)

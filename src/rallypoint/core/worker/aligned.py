@@ -175,8 +175,7 @@ class WorkerMachine(SlotMachine):
 
     @property
     def assigned(self) -> Sequence[int]:
-        """The replicas to compute at the step in progress, ascending: its own and backup tasks; then those it audits.
-        """
+        """The replicas to compute at the step in progress, ascending: its own, backup tasks, then those it audits."""
         assigned = self.view.replicas_of(self.me, self.step) if self.view is not None else ()
         own = sorted({*assigned, *self._assists})
         return [*own, *(replica for replica in self._duties.replicas if replica not in own)]

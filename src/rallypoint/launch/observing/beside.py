@@ -153,8 +153,7 @@ class Companion:
         self._lifeline = -1  # the end of it that breaks when this process ends
 
     def start(self) -> None:
-        """Start it; the run's log must exist. Does nothing when it was started before: one that failed stays away.
-        """
+        """Start it; the run's log must exist. Does nothing when it was started before: one that failed stays away."""
         if not self._wanted:
             return
         self._wanted = False
