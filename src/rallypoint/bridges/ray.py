@@ -93,7 +93,10 @@ class RallypointTrainer:
         with tempfile.TemporaryDirectory(prefix="rallypoint-") as home:
             script = Path(home) / "train.py"
             shipped = {"results": str(results), "payload": self._shipped(), "keep": self._kept()}
-            script.write_text(_SCRIPT.format(paths=_paths(), **shipped))
+            # Workers find there what the function's module imports, as Ray's workers do
+            folders = dict.fromkeys((os.path.abspath(sys.path[0] or "."), os.getcwd()))
+            paths = [path for path in folders if os.path.isdir(path)]
+            script.write_text(_SCRIPT.format(paths=paths, **shipped))
             plan = self._plan(script, results / RUN)
             console = RunConsole()
             status = run.launch(plan, console)
@@ -191,11 +194,6 @@ def result_of(results: Path) -> Any:
         metrics=reports[-1]["metrics"] if reports else {}, checkpoint=checkpoint, error=None, path=str(results),
         best_checkpoints=told,
     )  # fmt: skip
-
-
-def _paths() -> list[str]:
-    """Return where workers find the modules that the function's module imports: as Ray's workers do."""
-    return [path for path in dict.fromkeys((os.path.abspath(sys.path[0] or "."), os.getcwd())) if os.path.isdir(path)]
 
 
 def _train() -> Any:

@@ -178,7 +178,8 @@ class CoordinatorShell:
     def refuses(self, hello: Hello) -> bool:
         """True if another process has this id. Any thread may ask; it changes nothing."""
         members = self.machine.course.members
-        if members.has_other_role(hello.id, hello.role) or self._newcomers.waits_for(hello.id):
+        other_role = hello.id in members and not members.is_taken(hello.id, hello.role)
+        if other_role or self._newcomers.waits_for(hello.id):
             return members.same(hello.id, hello.role, hello.incarnation, hello.process) is None
         return hello.id in self.members and not members.same(hello.id, hello.role, hello.incarnation, hello.process)
 

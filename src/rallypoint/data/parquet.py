@@ -91,7 +91,10 @@ class Parquet(ShardedDataset):
         number, group = self._groups[shard]
         about = self._footer(number).row_group(group)
         chunks = [about.column(column) for column in range(about.num_columns)]
-        wanted = [chunk for chunk in chunks if self._columns is None or _is_part(chunk.path_in_schema, self._columns)]
+        wanted = [
+            chunk for chunk in chunks if self._columns is None  # else a leaf is one of these columns, or inside one
+            or any(f"{chunk.path_in_schema}.".startswith(f"{column}.") for column in self._columns)
+        ]  # fmt: skip
         spans = sorted((_begin(chunk), _begin(chunk) + chunk.total_compressed_size) for chunk in wanted)
         near = all(after - stop <= HOLE_BYTES for (_, stop), (after, _) in pairwise(spans))
         if not spans or not near or spans[-1][1] - spans[0][0] > RANGE_BYTES:
@@ -227,11 +230,6 @@ def _or_none(array: pyarrow.Array, value: Callable[[int], Any]) -> Callable[[int
     """`value`, and None for the rows that are missing."""
     valid = _valid(array)
     return value if valid is None else lambda row: value(row) if valid[row] else None
-
-
-def _is_part(path: str, columns: Sequence[str]) -> bool:
-    """True if a leaf is one of these columns, or inside one."""
-    return any(path == column or path.startswith(f"{column}.") for column in columns)
 
 
 def _begin(chunk: Any) -> int:

@@ -68,11 +68,6 @@ def failure_line(why: str) -> str:
     return f"{JOB_FAILED}{json.dumps(why, ensure_ascii=False)}"
 
 
-def failure_in(line: str) -> str:
-    """Return why the job has failed, of a line that begins with `JOB_FAILED`."""
-    return str(json.loads(line.removeprefix(JOB_FAILED)))
-
-
 def left_status() -> int:
     """Return the exit status of a member that was told to go while its job goes on: RALLYPOINT_LEFT_STATUS, or 0.
 

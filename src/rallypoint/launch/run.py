@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 from rich.markup import escape
 
 from rallypoint.core.cluster.terms import LIVING_S
@@ -380,7 +381,7 @@ class ClusterRun:
             if name == COORDINATOR and line.startswith(environment.LISTENS_AT):
                 self._listening(line.removeprefix(environment.LISTENS_AT))
             elif name == COORDINATOR and line.startswith(environment.JOB_FAILED):
-                self.console.failure = environment.failure_in(line)
+                self.console.failure = msgspec.json.decode(line.removeprefix(environment.JOB_FAILED))
             elif name not in self.handles or not self._beside.takes(self.handles[name].command, line):
                 self.console.relay_all(self._output.line(name, line, time.monotonic()))
         if not (self._is_over or self.console.failure or self.failure):  # otherwise they are about to end

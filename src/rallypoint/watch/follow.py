@@ -138,8 +138,7 @@ class Follower:
 
     def __init__(self, folder: Path) -> None:
         check_log(folder)
-        self._folder = folder
-        self.run, self.lock, self.log = RunState(), threading.Lock(), Log(folder)
+        self._folder, self.run, self.lock, self.log = folder, RunState(), threading.Lock(), Log(folder)
         self.generation = 0  # rises when `run` has begun anew
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)

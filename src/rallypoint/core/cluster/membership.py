@@ -83,10 +83,6 @@ class Membership:
         """The member's role."""
         return "server" if id in self.servers else "aggregator" if id in self.aggregators else "worker"
 
-    def has_other_role(self, id: str, role: str) -> bool:
-        """True if there is a member of that id and another role."""
-        return id in self and not self.is_taken(id, role)
-
     def unlinked(self, id: str, reset: str = "") -> None:
         """The member's connection broke, and it may live. `reset`: its system sent a reset, with this reason."""
         self.awaited.add(id)

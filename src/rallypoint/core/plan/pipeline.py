@@ -69,13 +69,10 @@ def split(workload: Workload, site: Site) -> Site:
     servers = [
         Servers(size, group.rate)
         for group in site.servers
-        for size in _evenly(group.count, max(1, round(groups * group.count / count)))
+        for parts in (max(1, round(groups * group.count / count)),)
+        for size in (group.count * (part + 1) // parts - group.count * part // parts for part in range(parts))
     ]
     return msgspec.structs.replace(site, servers=tuple(servers))
-
-
-def _evenly(count: int, parts: int) -> list[int]:
-    return [count * (part + 1) // parts - count * part // parts for part in range(parts)]
 
 
 def bundles_of(workload: Workload, servers: Sequence[Servers]) -> list[Bundle]:
