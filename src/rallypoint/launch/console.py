@@ -495,7 +495,7 @@ class RunConsole:
                 self.console.print(f"[bold]done[/bold]: {done_of(state.script, seconds)}")
                 return
             # Each item once, even if it was computed again
-            (stopped_at, why), last = state.stopped, plan.steps
+            (stopped_at, why), last = state.stopped, state.step if plan.loss == "never" else plan.steps
             steps = f"{last} steps"
             if stopped_at >= 0:
                 last, steps = stopped_at, f"{stopped_at} of {last} steps ({escape(why)})"
