@@ -200,7 +200,21 @@ def test_the_end_of_a_process_is_said_once() -> None:
     lost = [Say(f"worker{number} is gone: its connection ended") for number in (0, 1)]
     for message in (*lost, Say("worker1 is gone: no sign of life for 5 s")):
         shown.show(message)
+    shown.ended("worker1", said=True)
     assert said.getvalue().splitlines() == [lost[0].text, "worker1 is gone: no sign of life for 5 s"]
+
+
+@pytest.mark.parametrize("first", ["the exit", "the coordinator"])
+def test_a_process_that_leaves_with_status_0_is_told_of_by_the_coordinator(first: str) -> None:
+    said, lost = io.StringIO(), Say("worker1 is gone: its connection ended")
+    shown = RunConsole(Console(file=said, width=400, highlight=False))
+    shown.started.add("worker1")
+    if first == "the coordinator":
+        shown.show(lost)
+    shown.ended("worker1", said=False)
+    if first == "the exit":
+        shown.show(lost)
+    assert said.getvalue().splitlines() == [lost.text]
 
 
 def test_no_more_workers_are_said_to_compute_than_there_are_replicas() -> None:

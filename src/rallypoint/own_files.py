@@ -218,11 +218,11 @@ def _followed(path: Path) -> Path:
 
 
 def is_held(path: Path, *, unknown: bool = False) -> bool:
-    """True if a process has this lock; `unknown` if there is the file, and its file system has no locks."""
+    """True if a process has this lock; `unknown` if there is the file, and it or its lock cannot be looked at."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
+    except OSError as error:
+        return unknown and not isinstance(error, FileNotFoundError)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -234,14 +234,14 @@ def is_held(path: Path, *, unknown: bool = False) -> bool:
     return False
 
 
-def is_running(folder: Path) -> bool:
-    """True if a launcher or a coordinator on this machine runs the run in this folder."""
-    return is_held(folder / LOCK) or is_held(folder / COORDINATOR_LOCK)
+def is_running(folder: Path, *, unknown: bool = False) -> bool:
+    """True if a launcher or a coordinator on this machine runs the run in this folder. `unknown`: see `is_held`."""
+    return is_held(folder / LOCK, unknown=unknown) or is_held(folder / COORDINATOR_LOCK, unknown=unknown)
 
 
 def was_left(folder: Path) -> bool:
     """True if a launcher had begun the run in this folder, its coordinator was on this machine, and both are gone."""
     with contextlib.suppress(OSError):
         here = read_file(folder / COORDINATOR_LOCK).endswith(f" on {socket.gethostname()}".encode())
-        return here and (folder / LOCK).exists() and not is_running(folder)
+        return here and (folder / LOCK).exists() and not is_running(folder, unknown=True)
     return False

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from rallypoint import own_files
 from rallypoint.core.protocol import (
     Aborted,
     Accounted,
@@ -191,12 +192,15 @@ def test_a_stall_that_no_sentence_explains_is_named_by_the_members() -> None:
 
 
 def test_a_resume_is_no_stall_and_a_roll_back_is_one() -> None:
-    for again, said, causes in [
-        ([PLAN], "resumed from step 17", []), ([], "back to step 17", ["roll-back"])
-    ]:  # fmt: skip
-        run = run_of(PLAN, members(), *steps(0, 20), *again)
-        run.take(StepDone(17, 1.0, 8), 0.5 if again else 60.0)  # a new coordinator counts from 0
-        run.take(StepDone(18, 1.0, 8), 1.5 if again else 61.0)
+    for done, said, causes in [
+        (17, "resumed from step 17", []),
+        (0, "back to step 17", ["roll-back"]), (None, "back to step 17", ["roll-back"]),
+    ]:  # a coordinator that took over, in the same run, says that 0 steps are done
+        run = run_of(PLAN, members(), *steps(0, 20))
+        if done is not None:
+            run.take(msgspec.structs.replace(PLAN, done=done), 0.0)  # a new coordinator counts from 0
+        run.take(StepDone(17, 1.0, 8), 30.0)
+        run.take(StepDone(18, 1.0, 8), 31.0)
         assert [mark["text"] for mark in run.marks] == [said]
         assert list(run.times.lost) == causes
 
@@ -276,7 +280,13 @@ def test_a_log_is_followed_while_it_grows_and_lines_that_are_none_are_passed_ove
     assert follower.generation == 0
 
 
-def test_a_run_that_nothing_runs_any_more_was_interrupted_until_it_goes_on(tmp_path: Path) -> None:
+def no_locks(*_: Any) -> None:
+    raise OSError(37, "No locks available")
+
+
+def test_a_run_that_nothing_runs_any_more_was_interrupted_until_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = tmp_path / EVENTS
     log.write_bytes(line(0.0, PLAN) + line(1.0, StepDone(0, 4.0, 8)))
     follower = Follower(tmp_path)
@@ -285,12 +295,18 @@ def test_a_run_that_nothing_runs_any_more_was_interrupted_until_it_goes_on(tmp_p
         follower.look()
         assert follower.run.ended == ""
     follower.look()
-    assert (follower.run.ended, follower.run.why.endswith(f": rallypoint resume {tmp_path}")) == ("interrupted", True)
+    assert (follower.run.ended, follower.run.why) == ("interrupted", "nothing of it runs any more")
     with coordinated(tmp_path), log.open("ab") as file:
-        file.write(line(2.0, StepDone(1, 4.0, 8)))
+        file.write(line(2.0, StepDone(1, 4.0, 8)) + line(2.0, Snapshotted("a", 1, 1, 1.0)))
         file.flush()
         follower.look()
         assert follower.run.ended == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(own_files.fcntl, "flock", no_locks)
+        follower.look()
+        assert follower.run.ended == "", "nobody knows: the file system has no locks"
+    follower.look()
+    assert follower.run.why == f"nothing of it runs any more: rallypoint resume {tmp_path}"
 
 
 @pytest.mark.parametrize(("host", "launched"), [("", True), ("another-machine", True), (socket.gethostname(), False)])

@@ -231,6 +231,18 @@ def test_an_optimizer_of_other_parameters_is_refused(build: Callable[[Any], Buil
         Worker(build, 1, torch.float32)
 
 
+def test_buffers_are_the_version_s_whatever_the_optimizer_writes_there() -> None:
+    """A worker that joins has only the version's."""
+    def build(model: Any) -> Built:
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.register_step_post_hook(lambda *_: model[1].running_mean.add_(1.0))
+        return [optimizer], []
+
+    worker = Worker(build, 1, torch.float32)
+    worker.step()
+    assert not worker.model[1].running_mean.any()
+
+
 def test_the_state_of_another_optimizer_is_refused() -> None:
     giver, taker = Worker(OPTIMIZERS["rmsprop"], 1, torch.float32), Worker(_scheduled, 1, torch.float32)
     with pytest.raises(ProtocolError, match="the state of other optimizers than these"):

@@ -321,7 +321,7 @@ class AggregatorMachine:
             ]  # what was asked before may count as stale there
         elif self._incarnation(before) != self._incarnation(view):
             effects += self._forget_sums()
-        mine = set(view.workers_of(self.me))
+        mine = {worker for worker, used in view.aggregator_of.items() if used == self.me}
         if others := tuple(sorted(self._from.keys() - mine)):
             effects += self._dismiss(others, "the view gives it to another aggregator, or to none")
         return [*effects, *self._ask_again(), *self._send_ready()]

@@ -303,10 +303,6 @@ class View(msgspec.Struct, frozen=True):
         wanted = self.aggregator_of.get(worker)
         return next((member for member in self.aggregators if member.id == wanted), None)
 
-    def workers_of(self, aggregator: str) -> list[str]:
-        """The workers that may use this aggregator, ascending: it may push what they may push."""
-        return sorted(worker for worker, used in self.aggregator_of.items() if used == aggregator)
-
     def server(self, server_id: str) -> Member:
         """The server with that id. Raises KeyError when it is not in this view."""
         for member in self.servers:

@@ -378,10 +378,18 @@ class RunConsole:
         self.sizes: queue.SimpleQueue[Resize | Drain] = queue.SimpleQueue()  # requests to change the cluster's size
         self._said: set[str] = set()
         self.started: set[str] = set()  # the launcher's processes: it says itself how they end
+        self._unsaid: dict[str, str] = {}  # process -> what the coordinator has said of its end
         self._said_done = False
         self.holding = False  # members hold the newest version, which is not stored yet
         self.heard = time.monotonic()  # when the coordinator last sent something
         self._silence_said = self.heard  # when we last said that it sends nothing
+
+    def ended(self, process: str, *, said: bool) -> None:
+        """A process has ended. Unless the launcher has `said` so, show what the coordinator says of that."""
+        text = self._unsaid.pop(process, "")
+        self.started -= set() if said else {process}
+        if text and not said and not self.finished:
+            self.say(escape(text))
 
     def relay(self, process: str, line: str) -> None:
         """Show a line that a process printed. After the job, a worker's lines get no prefix."""
@@ -417,8 +425,8 @@ class RunConsole:
                 if text not in self._said:
                     self._said.add(text)
                     self.say(escape(text))
-            case Say(text=text) if text.removesuffix(_NO_MORE) in self.started:
-                pass
+            case Say(text=text) if text.endswith(_NO_MORE) and text.removesuffix(_NO_MORE) in self.started:
+                self._unsaid[text.removesuffix(_NO_MORE)] = text
             case Say(text=text) | Waiting(text=text) | Ordered(text=text, refused=False):
                 self.say(escape(text))
             case Held(text=text):

@@ -272,7 +272,9 @@ class ClusterRun:
         while not self.console.sizes.empty():
             self._resized(self.console.sizes.get())
         for name, how in self._ended():
-            self._do(self.supervisor.ended(name, self._output.exit_of(name, how), time.monotonic()))
+            decisions = self.supervisor.ended(name, self._output.exit_of(name, how), time.monotonic())
+            self.console.ended(name, said=bool(decisions))
+            self._do(decisions)
         self._do(self.supervisor.due(time.monotonic()))
 
     def _ended(self) -> list[tuple[str, Exit]]:

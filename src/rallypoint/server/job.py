@@ -66,11 +66,6 @@ class WholeState(UploadedStart):
 _BEGINNINGS = {StateHolder.SERVERS: UploadedStart, StateHolder.WORKERS: WholeState}
 
 
-def beginning_of(config: JobConfig) -> UploadedStart:
-    """What is uploaded in a job with these settings."""
-    return _BEGINNINGS[config.mode.holder]()
-
-
 # ---- One job, as its servers need it ----
 
 
@@ -126,7 +121,7 @@ class ServerJob:
     @cached_property
     def beginning(self) -> UploadedStart:
         """What a worker uploads so that the job can begin."""
-        return beginning_of(self.config)
+        return _BEGINNINGS[self.config.mode.holder]()
 
     def round_named(self, round: int) -> str:
         """Name a round in the user's words: a step, or the steps of the round."""

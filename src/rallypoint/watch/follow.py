@@ -163,7 +163,8 @@ class Follower:
                     self.run.take(*event)
         if self.run.plan is not None and not self.run.ended and was_left(self._folder):
             with self.lock:
-                self.run.left(f"nothing of it runs any more: rallypoint resume {self._folder}")
+                way = f": rallypoint resume {self._folder}" if self.run.stored else ""
+                self.run.left(f"nothing of it runs any more{way}")
 
     def _follow(self) -> None:
         while not self._closing.is_set():

@@ -584,7 +584,8 @@ class RunState:
             self._curve(self.curves, name, done.step, value)
         self.row = done.step, {**done.figures, **known}
         if self.went_back:
-            if resumed := self._pace.first:
+            begun = self.plan is not None and 0 < self.plan.done == done.step + 1 - self.plan.steps_per_round
+            if resumed := self._pace.first and begun:  # a coordinator that took over says that 0 are done
                 self._pace.pause()  # nobody knows how long nothing ran
             self._mark("back", f"{'resumed from' if resumed else 'back to'} step {done.step}")
         if (seconds := self._pace.step(self.now)) is not None:

@@ -138,10 +138,6 @@ class EvaluationLedger:
         self.results[version] = None if figures is None else dict(figures)
         return True
 
-    def is_settled(self, version: int) -> bool:
-        """True if the version has its result, or never will: it is lost, or is from before this generation."""
-        return version in self.results or version < self.first
-
     def rewind(self, version: int) -> None:
         """Drop what is known of versions after `version`: the job goes back to it."""
         self.results = {known: figures for known, figures in self.results.items() if known <= version}
@@ -370,7 +366,8 @@ class Decisions:
         effects: list[Effect] = []
         before = ledger.decided.version
         while (version := ledger.due_after(ledger.decided.version, course.last)) is not None:
-            if not course.record.leases or not ledger.is_settled(version):
+            settled = version in ledger.results or version < ledger.first  # or lost, or of an earlier generation
+            if not course.record.leases or not settled:
                 break
             effects += self._decide(version, course.record)
         if ledger.decided.version != before:

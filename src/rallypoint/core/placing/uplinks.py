@@ -8,7 +8,7 @@ after each such move the next one waits: 30 s, 60 s, ... up to ten minutes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 
@@ -96,11 +96,6 @@ def factors(racks: Racks, wanted: Mapping[str, float]) -> dict[str, float]:
     return {name: factor / most for name, factor in found.items()}
 
 
-def clients_of(workers: Iterable[str], rack_of: Mapping[str, str], aggregator_of: Mapping[str, str]) -> Counter[str]:
-    """How many clients servers have in each rack: `workers` that compute, or the aggregators that they use."""
-    return Counter(rack_of[client] for client in {aggregator_of.get(worker, worker) for worker in workers})
-
-
 def _slope(rack: Rack, clients: int, copies: int) -> int:
     """By how much more the uplink carries for each share of the bytes inside; it may be less than 0."""
     return clients - 2 * rack.clients + copies - 1
@@ -176,7 +171,9 @@ class Situation:
             return {}
         computing = [worker for worker, own in self.assignments[-1].replicas.items() if own]
         near = {one.id: one.near for one in (*self.workers, *self.aggregators.values())}
-        clients = clients_of([worker for worker in computing if worker in near], near, self.aggregator_of)
+        # The servers' clients in each rack: workers that compute, or the aggregators that they use
+        served = {self.aggregator_of.get(worker, worker) for worker in computing if worker in near}
+        clients = Counter(near[client] for client in served)
         speed = dict.fromkeys([*clients, *uplinks], 0.0)
         for id, server in self.servers.items():
             speed[server.near] = speed.get(server.near, 0.0) + mbit[id]

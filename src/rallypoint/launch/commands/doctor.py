@@ -536,7 +536,7 @@ class Doctor:
             f"Python {facts.python}, torch {facts.torch or 'none'}, rallypoint {facts.rallypoint}",
             f"{facts.processor} ({facts.capability}), {counted(facts.cores, 'core')}, {facts.memory / 2**30:.0f} GiB",
             f"GPUs: {', '.join(gpu.name for gpu in facts.gpus) or 'none'}; torch can use {facts.gpus_seen}",
-            f"{facts.files:,} files may be open; {free_bytes(Path.cwd()) / 1e9:.0f} GB free in this folder",
+            f"{facts.files:,} files may be open",
         ):
             self._console.print(f"      [dim]{escape(line)}[/dim]", soft_wrap=True)
         self._tell(of_machine(facts), f"{facts.host}: no problem in these")

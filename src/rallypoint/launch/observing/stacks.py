@@ -75,8 +75,8 @@ _kept: list[Any] = []  # the file must stay open
 def keep_stacks(role: str) -> None:
     """Let this process write its stacks where the launcher has said (RALLYPOINT_STACKS); without that do nothing.
 
-    It gets its member's name, for ``ps -o pid,comm``, ``pgrep worker1`` and ``top``. A script that has its own
-    faulthandler keeps it. Files of ended processes go when there are very many.
+    It gets its member's name, for ``ps -o pid,comm``, ``pgrep -xP LAUNCHER worker1`` and ``top``. A script that has its
+    own faulthandler keeps it. Files of ended processes go when there are very many.
     """
     folder = os.environ.get(environment.STACKS, "")
     if not folder or _kept:
@@ -87,7 +87,6 @@ def keep_stacks(role: str) -> None:
     owner = StackOwner(name, role, os.getpid(), socket.gethostname())
     plain = re.sub(r"[^\w.-]", "_", name)[:100]
     try:
-        Path("/proc/self/comm").write_text(plain[:15])
         _make_room(Path(folder))
         path = Path(folder) / f"{plain}-{owner.pid}.txt"
         if os.path.lexists(path):  # a container's processes have the same numbers each time
@@ -98,6 +97,8 @@ def keep_stacks(role: str) -> None:
     except OSError:  # a full disk, a folder that was deleted: the job needs no stacks
         return
     _kept.append(file)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(plain[:15])
     if not faulthandler.is_enabled():
         faulthandler.enable(file, all_threads=True)
     faulthandler.register(SIGNAL, file, all_threads=True, chain=False)

@@ -234,7 +234,7 @@ function drawHead() {
 function drawTimes() {
   const t = run.times, shown = { "p50 of a step": seconds(t.p50), "p99": seconds(t.p99),
     goodput: `${(100 * t.goodput).toFixed(1)} %`, stalls: String(t.stalls) };
-  const last = run.stalled && run.stalled.step === t.longest.step; // then they are the same
+  const last = run.stalled && run.stalled.step === t.longest.step && Math.abs(run.stalled.seconds - t.longest.seconds) < .01; // then they are the same
   if (t.stalls && !last) shown["longest stall"] = `${seconds(t.longest.seconds)} at step ${t.longest.step}: ${t.longest.cause}`;
   if (run.stalled) shown[last ? "longest stall" : "last stall"] = `${seconds(run.stalled.seconds)} at step ${run.stalled.step}: ${run.stalled.text || "nobody said why"}`;
   for (const [cause, lost] of Object.entries(t.lost)) shown[`lost to ${cause}`] = seconds(lost);
