@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,27 @@ def test_before_the_first_step_and_after_a_failure_it_says_so() -> None:
 def test_no_line_is_wider_than_the_console(width: int) -> None:
     run = run_of(PLAN, members(" ".join(f"worker{n}" for n in range(1000))), *steps(0, 10), Say("a long word " * 50))
     assert max(map(len, text_of(run, width).splitlines())) <= width
+
+
+def test_a_terminal_of_24_lines_shows_what_happened_the_first_curves_the_times_and_the_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = [Say(f"worker1 did {'abcdefgh'[n]}") for n in range(8)]
+    log = [PLAN, members(), *steps(0, 30), *said, Metrics(9, {f"eval{n}": 1.0 for n in range(8)})]
+    (tmp_path / EVENTS).write_bytes(b"".join(line(float(t), one) for t, one in enumerate(log)))
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
+    monkeypatch.setattr("time.sleep", lambda _: interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        top({"a": tmp_path}, {}, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for whole in ("worker1 did h", "loss", "goodput", "computing"):
+        assert whole in text, text
+    assert "eval7" not in text
+    assert len(re.findall("╰", text)) == len(re.findall("╭", text)), "no panel is cut"
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_curve_is_a_line_of_blocks_from_the_lowest_to_the_highest() -> None:

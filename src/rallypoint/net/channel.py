@@ -408,7 +408,8 @@ class Channel:
             left = deadline - time.monotonic()
             with self._changed:
                 look = min(left, _LOOK_FULL_S) if self._loans.nbytes else left
-                if self._changed.wait_for(lambda: self._closing or self._drained(), look):
+                if self._changed.wait_for(lambda: self._closing or (
+                    self._idle and not self._outbox.waiting and not self._loans.nbytes), look):  # fmt: skip
                     return True
             if left <= 0:
                 return False
@@ -419,9 +420,6 @@ class Channel:
         self.connection.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def _drained(self) -> bool:
-        return self._idle and not self._outbox.waiting and not self._loans.nbytes
 
     def _send_all(self) -> None:
         while (item := self._next()) is not None:

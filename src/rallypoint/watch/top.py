@@ -44,8 +44,14 @@ def top(folders: Mapping[str, Path], settings: Mapping[str, Mapping[str, str]], 
         for follower in followers.values():
             follower.look()
         runs = {name: follower.run for name, follower in followers.items()}
-        one = [shown(run, name, console.width) for name, run in runs.items()]
-        return one[0] if len(one) == 1 else compared(runs, settings, console.width)
+        if len(runs) > 1:
+            return compared(runs, settings, console.width)
+        ((name, run),) = runs.items()
+        for left_out in range(99):  # more than there are curves
+            view = shown(run, name, console.width, left_out)
+            if not console.is_terminal or len(console.render_lines(view, pad=False)) <= console.height:
+                break
+        return view
 
     if not console.is_terminal:
         console.print(look())
@@ -70,15 +76,17 @@ def compared(runs: Mapping[str, RunState], settings: Mapping[str, Mapping[str, s
     return Group(*(_head(run, name) for name, run in runs.items()), table, *curves)
 
 
-def shown(run: RunState, name: str, width: int) -> RenderableType:
-    """The run as it is now, for a console of this width (characters)."""
+def shown(run: RunState, name: str, width: int, left_out: int = 0) -> RenderableType:
+    """The run as it is now, for a console of this width (characters), but for machines and curves that are `left_out`.
+    """
     half = max(20, width // 2 - 4)
     curves = [_curve(name, curve, half) for name, curve in {**run.curves, **run.evaluations}.items() if curve.points]
+    del curves[max(0, len(curves) + 1 - max(1, left_out)) :]
     return Group(
-        _head(run, name), *([_happened(run)] if run.sentences or run.marks else []),
-        Columns(curves, equal=True, width=half),
+        _head(run, name), *([_happened(run, 3 if left_out else _SENTENCES)] if run.sentences or run.marks else []),
+        *([Columns(curves, equal=True, width=half)] if curves else []),
         Columns([_times(run, half), _members(run, half)], equal=True, width=half),
-        *([_machines(run)] if run.machines.hosts else []),
+        *([_machines(run)] if run.machines.hosts and not left_out else []),
     )  # fmt: skip
 
 
@@ -163,7 +171,7 @@ def _machines(run: RunState) -> RenderableType:
     return Panel(table, title="machines", title_align="left")
 
 
-def _happened(run: RunState) -> RenderableType:
+def _happened(run: RunState, most: int) -> RenderableType:
     """The newest of what matters: deaths, joins, roll-backs, waits. Advice fills up; what repeats is one line."""
     gone = {f"without {one['text'].partition(' is gone: ')[0]}" for one in run.sentences}  # said with the reason
     lines: dict[str, tuple[bool, float, str, int]] = {}
@@ -176,7 +184,7 @@ def _happened(run: RunState) -> RenderableType:
         sort = _VARIES.sub("", text)
         lines[sort] = matters, float(one["t"]), text, lines[sort][3] + 1 if sort in lines else 1
     table = Table.grid(padding=(0, 2))
-    for _, t, text, times in sorted(sorted(lines.values())[-_SENTENCES:], key=lambda line: line[1]):
+    for _, t, text, times in sorted(sorted(lines.values())[-most:], key=lambda line: line[1]):
         table.add_row(Text(_seconds(t), "dim"), _text(text + (f" ({times} times)" if times > 1 else "")))
     return Panel(table, title="what happened", title_align="left")
 

@@ -80,7 +80,9 @@ class LocalProcess:
                 self._signal_group(signal.SIGKILL)  # its children would live on and hold its output open
                 self._guard.forget(self.process.pid)
                 self._reader.join(_MOMENT_S)
-        if self._reader.is_alive() and not self._given_up and self._has_last_lines(self._ended_at):
+        # Not all that it has printed may be passed on. (A child in another session may hold the output.)
+        last = time.monotonic() - self._ended_at < _OUTPUT_S or (self._passing and self._late <= _MOST_LATE)
+        if self._reader.is_alive() and not self._given_up and last:
             return None  # (who asks may be the one who shows them)
         return Exit(code) if code >= 0 else Exit(128 - code, signal.Signals(-code).name, self._reason)
 
@@ -98,10 +100,6 @@ class LocalProcess:
             self._reader.join(_MOMENT_S)
             self._given_up = deadline is not None and time.monotonic() >= deadline
         return ended
-
-    def _has_last_lines(self, ended_at: float) -> bool:
-        """True if what it has printed may not all be passed on. (A child in another session may hold the output.)"""
-        return time.monotonic() - ended_at < _OUTPUT_S or (self._passing and self._late <= _MOST_LATE)
 
     def _signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -315,6 +315,7 @@ class StreamedParameters:
         self.counts, self._say = Counts(), say
         self._model, self._tensors, self._exchange, self._pulls = model, tensors, exchange, exchange.words
         self._first, self._ahead = first, exchange.prefetch_bytes
+        self.first_words = first.words  # of the flat vector at version 0
         self._placed = [placed for placed in tensors.parameters if placed.tensor.numel()]
         self._index = {id(placed.tensor): index for index, placed in enumerate(self._placed)}
         self._ranges = [ranges_of(tensors.layout, placed.entry) for placed in self._placed]
@@ -332,11 +333,6 @@ class StreamedParameters:
         self._saving: saved_tensors_hooks | None = None
 
     # ---- versions ----
-
-    def first_words(self, start: int, stop: int) -> torch.Tensor:
-        """Words [start, stop) of the flat vector at version 0. JobAborted if this worker does not have them any more.
-        """
-        return self._first.words(start, stop)
 
     @torch.no_grad()
     def install(self) -> None:
