@@ -48,12 +48,12 @@ class WorkerOptimizer:
         """
         if steps := not states and not skipped:
             self._set_gradients(vector)
-        copied = self._tensors.mark()
+        copied = None if self._tensors.buffers else self._tensors.mark()
         if states:
             self._load(states)
         elif steps:
             self._step(version - 1)
-        if self._tensors.buffers:  # last: what a hook of the optimizer has written there does not count
+        if copied is None:  # last: what a hook of the optimizer has written there does not count
             self._tensors.read_buffers_from(vector)
             copied = self._tensors.mark()
         copied()  # the caller reuses the vector after this; a GPU may go on stepping
