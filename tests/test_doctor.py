@@ -293,3 +293,11 @@ def test_with_tls_a_probed_machine_needs_the_observers_certificate_alone(tmp_pat
         for probe in probes:
             probe.close()
     assert "2 links are fit for each other" in told.getvalue()
+
+
+def test_it_says_what_it_looked_at_also_where_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr("rallypoint.launch.commands.doctor.collect", lambda: facts(processor="a chip"))
+    Doctor(Console(file=out, width=200), Access()).machine()
+    for said in ("Python 3.12, torch 2.13.0+cpu", "a chip (AVX2), 2 cores, 1 GiB", "GPUs: none", "no problem in these"):
+        assert said in out.getvalue()

@@ -571,8 +571,7 @@ def _stays(total_weight: float) -> None:
 def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
     """Is `record` a whole state of this shard, as `OwnedShard.load` needs it?"""
     named = [name for name in record.arrays if name.startswith(_WIRE)]
-    ends = {name: name.removeprefix(_WIRE) for name in named if len(name) <= len(_WIRE) + len(str(record.version))}
-    wires = {name for name, end in ends.items() if end.isascii() and end.isdecimal() and int(end) <= record.version}
+    wires = {name for name in named if _is_version(name.removeprefix(_WIRE), record.version)}
     moments = record.arrays.keys() - wires - {"master"}
     nothing: tuple[set[str], set[str]] = (set(), set())
     known = [nothing] if shard.role == "buffers" else state_names(of_shard(config.applied, shard.columns))
@@ -585,6 +584,10 @@ def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
     right = (moments, numbers) in known and len(record.clocks) == config.clocks(shard.role)
     same = all(len(array) == shard.words and array.dtype == np.float32 for array in record.arrays.values())
     return "master" in record.arrays and f"{_WIRE}{record.version}" in wires and right and same
+
+
+def _is_version(text: str, newest: int) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= len(str(newest)) and int(text) <= newest
 
 
 # A dense shard whose versions workers do not follow: they hear that one exists, and pull the words that they need.

@@ -77,11 +77,10 @@ def compared(runs: Mapping[str, RunState], settings: Mapping[str, Mapping[str, s
 
 
 def shown(run: RunState, name: str, width: int, left_out: int = 0) -> RenderableType:
-    """The run as it is now, for a console of this width (characters), but for machines and curves that are `left_out`.
-    """
+    """The run as it is now, for a console of this width (characters). `left_out`: curves, and if any the machines."""
     half = max(20, width // 2 - 4)
     curves = [_curve(name, curve, half) for name, curve in {**run.curves, **run.evaluations}.items() if curve.points]
-    del curves[max(0, len(curves) + 1 - max(1, left_out)) :]
+    del curves[max(0, len(curves) - left_out) :]
     return Group(
         _head(run, name), *([_happened(run, 3 if left_out else _SENTENCES)] if run.sentences or run.marks else []),
         *([Columns(curves, equal=True, width=half)] if curves else []),

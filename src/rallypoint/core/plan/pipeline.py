@@ -66,12 +66,11 @@ def split(workload: Workload, site: Site) -> Site:
     groups = min(_MOST_GROUPS, count, math.ceil(_FEWEST_BUNDLES / runs))
     if site.beside or groups <= len(site.servers):
         return site
-    servers = [
-        Servers(size, group.rate)
-        for group in site.servers
-        for parts in (max(1, round(groups * group.count / count)),)
-        for size in (group.count * (part + 1) // parts - group.count * part // parts for part in range(parts))
-    ]
+    servers: list[Servers] = []
+    for group in site.servers:
+        parts = max(1, round(groups * group.count / count))
+        ends = [group.count * part // parts for part in range(parts + 1)]
+        servers += [Servers(after - before, group.rate) for before, after in itertools.pairwise(ends)]
     return msgspec.structs.replace(site, servers=tuple(servers))
 
 
