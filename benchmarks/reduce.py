@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import typer
@@ -19,10 +19,13 @@ from rich.console import Console
 
 from cluster import TCP_LIMIT, TUNING, Case, Members, Site, Spread, main, report, site, step_times, table
 from rallypoint.config import JobConfig
-from reduce_member import Result, Task
+from reduce_member import Optimizer, Result, Task
 
-Design = Literal["rallypoint", "tls", "gloo"]
-NAMES: dict[Design, str] = {"rallypoint": "Rallypoint", "tls": "Rallypoint, TLS", "gloo": "Gloo all-reduce"}
+Design = Literal["rallypoint", "tls", "gloo", "gloo-step"]
+NAMES: dict[Design, str] = {
+    "rallypoint": "Rallypoint", "tls": "Rallypoint, TLS", "gloo": "Gloo all-reduce",
+    "gloo-step": "Gloo, then each worker steps",
+}  # fmt: skip
 _DEFAULTS = JobConfig()
 
 # The three cases of the project's goals, each with the settings that suit its links: on slow ones small shards, so that
@@ -56,6 +59,7 @@ class Size:
     pace_mbit: float = 0.0
     pacing: Literal["auto", "off"] = "auto"
     tune: Literal["off", "auto"] = "off"
+    optimizer: Optimizer = "sgd"
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +85,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 def limit(case: Case, design: Design) -> float:
     """The least time of a synchronisation in units of K/B, whatever carries the bytes."""
-    if design == "gloo":
+    if design.startswith("gloo"):
         return 2 * (case.workers - 1) / case.workers
     return max(1.0, case.workers / case.servers)
 
@@ -102,19 +106,19 @@ def run_once(at: Site, size: Size, design: Design) -> list[float]:
     """Start all members, synchronise `steps` times, end them: seconds of each step after the warm-up."""
     tasks = [
         Task(
-            design="gloo" if design == "gloo" else "rallypoint", rank=rank, workers=len(at.workers),
+            design=design if design.startswith("gloo") else "rallypoint", rank=rank, workers=len(at.workers),
             words=size.words, steps=size.steps + size.warm_up, shard_bytes=size.shard_bytes, window=size.window,
             hold_bytes=size.hold_bytes, in_flight_bytes=size.in_flight_bytes,
-            pace_mbit=size.pace_mbit, pacing=size.pacing, tune=size.tune,
+            pace_mbit=size.pace_mbit, pacing=size.pacing, tune=size.tune, optimizer=size.optimizer,
         )
         for rank in range(len(at.workers))
     ]  # fmt: skip
     with Members(tls=design == "tls") as members:
-        if design != "gloo":
+        if not design.startswith("gloo"):
             members.start_rallypoint(at)
         members.start_workers(at, "reduce_member.py", tasks)
         members.wait(600.0)
-        if design != "gloo" and size.tune == "auto":
+        if not design.startswith("gloo") and size.tune == "auto":
             print(*members.sentences(*TUNING), sep="\n")
         return step_times([result.finishes for result in members.results(at, Result)], size.warm_up)
 
@@ -185,11 +189,13 @@ def command(
     pace: Annotated[float, typer.Option(min=0.0, help="Rallypoint's pace_mbit.")] = 0.0,
     unpaced: Annotated[bool, typer.Option("--unpaced", help="Rallypoint with pacing=off.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="With tune=auto: it needs 150 steps of warm-up.")] = False,
+    optimizer: Annotated[str, typer.Option(help="adamw, fused (AdamW by torch's fused kernel) or sgd.")] = "adamw",
     alone: Annotated[bool, typer.Option("--alone", help="Rallypoint without Gloo.")] = False,
     tls: Annotated[bool, typer.Option("--tls", help="Measure Rallypoint with TLS too.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
-    """Time one synchronisation of K MB for n workers: Rallypoint's servers and Gloo's all-reduce, interleaved.
+    """Time one synchronisation of K MB for n workers: Rallypoint's servers, which step the optimizer too, Gloo's
+    all-reduce, which only sums, and Gloo with torch's step on each worker, interleaved.
 
     Every worker, every server and the coordinator gets a host of its own, with a link of the given rate. The time of a
     synchronisation is from when every worker holds one version to when every worker holds the next; the least possible
@@ -199,9 +205,10 @@ def command(
         words=int(megabytes * 1e6 / 4), steps=steps, warm_up=warm_up, rounds=rounds,
         shard_bytes=shard_kib * 1024, window=window, hold_bytes=hold_kib * 1024, in_flight_bytes=in_flight_kib * 1024,
         pace_mbit=pace, pacing="off" if unpaced else "auto", tune="auto" if tune else "off",
+        optimizer=cast(Optimizer, optimizer),
     )  # fmt: skip
     one = (Case(workers, servers, None if loopback else rate), size)
-    designs: tuple[Design, ...] = ("rallypoint", *(("tls",) if tls else ()), *(() if alone else ("gloo",)))
+    designs: tuple[Design, ...] = ("rallypoint", *(("tls",) if tls else ()), *(() if alone else ("gloo", "gloo-step")))
     run([(case, replace(size, **tuning)) for case, tuning in GOALS] if goals else [one], designs, json)
 
 

@@ -6,8 +6,9 @@ import hashlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -25,6 +26,12 @@ from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.session import Job
 
+Optimizer = Literal["sgd", "adamw", "fused"]  # fused: AdamW by torch's fused kernel
+SETTINGS: dict[Optimizer, dict[str, Any]] = {
+    "sgd": {"type": "sgd", "lr": 0.01}, "adamw": {"type": "adamw", "lr": 0.01},
+    "fused": {"type": "adamw", "lr": 0.01, "fused": True},
+}  # fmt: skip
+
 
 class Task(msgspec.Struct, frozen=True):
     """What to do: `steps` synchronisations of `words` fp32 words with `workers` workers."""
@@ -41,6 +48,7 @@ class Task(msgspec.Struct, frozen=True):
     pace_mbit: float = 0.0
     pacing: Literal["auto", "off"] = "auto"
     tune: Literal["off", "auto"] = "off"
+    optimizer: Optimizer = "sgd"
     quorum: int | None = None  # of the workers' contributions
     weighted: bool = False  # every replica has another weight, so that sums are rounded
     milestone: tuple[int, str] | None = None  # (version, path): touch this file when that version is here
@@ -56,7 +64,7 @@ class Result(msgspec.Struct, frozen=True):
 def rallypoint(task: Task) -> Result:
     """Through the product's data plane: push every shard, receive every version."""
     config = resolve({
-        "replicas": task.workers, "steps": task.steps, "optimizer": {"type": "sgd", "lr": 0.01},
+        "replicas": task.workers, "steps": task.steps, "optimizer": SETTINGS[task.optimizer],
         "nonfinite": "continue", "network.shard_bytes": task.shard_bytes, "network.window": task.window,
         "network.hold_bytes": task.hold_bytes, "network.in_flight_bytes": task.in_flight_bytes,
         "sync": Sync(quorum=task.quorum),
@@ -106,13 +114,22 @@ def _exchange_all(job: Job, exchange: Exchange, task: Task) -> list[float]:
 
 
 def gloo(task: Task) -> Result:
-    """The peer: one all_reduce of the whole vector, in place."""
+    """The peer: one all_reduce of the whole vector, in place; `gloo-step`: and then torch's step, on each worker."""
     join_gloo(task.rank, task.workers)
-    gradient = torch.zeros(task.words)
+    parameters = torch.nn.Parameter(torch.ones(task.words))
+    parameters.grad = gradient = torch.zeros(task.words)
+    own: dict[Optimizer, Callable[[], torch.optim.Optimizer]] = {
+        "sgd": lambda: torch.optim.SGD([parameters], lr=0.01), "adamw": lambda: torch.optim.AdamW([parameters]),
+        "fused": lambda: torch.optim.AdamW([parameters], fused=True),
+    }  # fmt: skip
+    optimizer = own[task.optimizer]() if task.design == "gloo-step" else None
     dist.barrier()
     finishes = [time.monotonic()]
     for _ in range(task.steps):
         dist.all_reduce(gradient)
+        if optimizer is not None:
+            gradient.div_(task.workers)
+            optimizer.step()
         finishes.append(time.monotonic())
     dist.barrier()
     return Result(finishes)
@@ -123,7 +140,7 @@ def main() -> None:
     hold_lifeline()
     task = msgspec.json.decode(sys.argv[1], type=Task)
     torch.set_num_threads(1)
-    finish({"rallypoint": rallypoint, "gloo": gloo}[task.design](task))
+    finish((rallypoint if task.design == "rallypoint" else gloo)(task))
 
 
 if __name__ == "__main__":

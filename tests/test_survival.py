@@ -275,6 +275,25 @@ def test_a_server_killed_mid_step_changes_no_byte_and_nothing_is_rolled_back(
 
 
 @pytest.mark.slow
+def test_a_server_killed_while_threads_make_its_updates_changes_no_byte(tmp_path: Path) -> None:
+    """Five shards of 1 MiB, whose updates servers make beside their owner's thread."""
+    hashes = []
+    for home in (tmp_path / "undisturbed", tmp_path / "killed"):
+        home.mkdir()
+        with contextlib.closing(Cluster(home)) as cluster:
+            cluster.script.write_text(SCRIPT.replace("30", "130_000").replace("shard_bytes=256", "shard_bytes=1 << 20"))
+            cluster.run("--workers", "2", "--servers", "2")
+            if home.name == "killed":
+                cluster.until_caught_up(AT)
+                cluster.processes()["server0"].kill()
+            cluster.open(STEPS)
+            assert cluster.ended() == 0, cluster.output
+            assert "Traceback" not in cluster.output
+            hashes.append(cluster.hash)
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.slow
 def test_a_server_that_alone_held_its_shards_costs_steps_but_no_byte(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2", "--replication", "1")
     cluster.until_caught_up(AT)

@@ -6,6 +6,7 @@ An event that can become stale carries the number of the view in which it became
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from rallypoint.core.shard import events
@@ -233,6 +234,14 @@ class VerdictCame:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateMade:
+    """A thread has made an update of this shard, or failed."""
+
+    shard: int
+    made: Future[tuple[Buffer, int] | None]
+
+
+@dataclass(frozen=True, slots=True)
 class Restored:
     """One shard was read from the snapshot that `generation` begins with."""
 
@@ -258,5 +267,5 @@ class Wake:
 Event = (
     Linked | Gone | Followed | UnfollowCame | WantCame | Fetched | PullCame | Initial | Pushed | StateGiven
     | StateRecalled | PeerLinked | PeerLost | UpdateCame | StateCame | ChoiceCame | QuestionCame | AckCame | Told
-    | ViewCame | AdmissionCame | CaptureWanted | VerdictCame | Restored | RestoreFailed | Wake
+    | ViewCame | AdmissionCame | CaptureWanted | VerdictCame | UpdateMade | Restored | RestoreFailed | Wake
 )  # fmt: skip

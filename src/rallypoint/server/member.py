@@ -129,13 +129,14 @@ class OwnerThread:
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._get: Callable[..., object] = self._inbox.get
         self._began: float | None = None  # to handle the event in progress
+        self.alone = True  # does no script compute in this process?
         self.put = self._inbox.put
         self.thread = threading.Thread(target=self._run, name="reduce", daemon=True)
         self.thread.start()
 
     def share(self, cores: SharedCores) -> None:
         """Wait, from the second event on, while a script of this process computes."""
-        self._get = partial(_get_with, cores, self._inbox)
+        self._get, self.alone = partial(_get_with, cores, self._inbox), False
 
     @property
     def busy_s(self) -> float:

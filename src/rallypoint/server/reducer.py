@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from rallypoint.config import paces_by_port
 from rallypoint.core.decisions import reductions_at
 from rallypoint.core.layout import forward_ranks
+from rallypoint.core.modes import StateHolder
+from rallypoint.core.optimizer import of_shard
 from rallypoint.core.protocol import CaughtUp, Disproved, NotStored, Say, Unrestored
 from rallypoint.core.shard import clip, server
 from rallypoint.core.shard import effects as shard_effects
@@ -24,6 +28,7 @@ from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Limits
 from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
+from rallypoint.optim import state_names
 from rallypoint.server import inbox
 from rallypoint.server.held import HeldShard, ShardFactory, newest_is_enough
 from rallypoint.server.job import ServerJob
@@ -70,14 +75,43 @@ class ReducerParts:
     gathering: dict[int, None] = field(default_factory=dict)  # shards whose sum may take more from the inbox
 
 
+_LEAST_BESIDE = 3 << 20  # bytes; handing an update over costs as much as updating 0.1 MiB of parameters
+
+
+def updated_beside(job: ServerJob) -> frozenset[int]:
+    """The shards whose update, parameters and optimizer state together, is large enough for a thread of its own."""
+    if job.config.mode.holder is not StateHolder.SERVERS:
+        return frozenset()
+    dense = [s for s in job.shards if s.role == "parameters" and s.part is None]
+    kept = {s.index: 1 + len(state_names(of_shard(job.config.applied, s.columns))[-1][0]) for s in dense}
+    return frozenset(s.index for s in dense if s.nbytes * kept[s.index] >= _LEAST_BESIDE)
+
+
+@dataclass
+class _Update:
+    """An update that another thread makes. Its shard is that thread's until then: later effects on it wait."""
+
+    effect: shard_effects.Apply
+    made: Future[tuple[Buffer, int] | None]
+    waiting: deque[server.On | Answer[Channel]]
+
+
 class ShardEffects:
     """Runs effects. Call `run`; the other methods each handle a group of effects.
 
-    `reductions` are those of the view in force.
+    Updates of large shards are made by `threads`, if there are any, while the owner's thread goes on with other shards.
+
+    Attributes:
+        reductions: those of the view in force.
+        updating: by shard, the update that a thread makes.
     """
 
-    def __init__(self, parts: ReducerParts) -> None:
-        self._parts = parts
+    def __init__(
+        self, parts: ReducerParts, put: Callable[[inbox.Event], None], threads: Executor | None = None
+    ) -> None:
+        self._parts, self._put, self.threads = parts, put, threads
+        self.updating: dict[int, _Update] = {}
+        self._beside = frozenset[int]() if threads is None else updated_beside(parts.job)
         self._cadence = parts.job.plan.cadence
         self._together = self._cadence.together
         self.reductions: tuple[int, ...] = ()
@@ -89,7 +123,12 @@ class ShardEffects:
         for effect in effects:
             match effect:
                 case server.On(shard=index, effect=on):
-                    self._run_on(index, self._owned[index], on)
+                    if index in self.updating:
+                        self.updating[index].waiting.append(effect)
+                    else:
+                        self._run_on(index, self._owned[index], on)
+                case Answer(shard=index) if index in self.updating:
+                    self.updating[index].waiting.append(effect)
                 case Answer():
                     self._parts.replication.acknowledge(effect)
                 case clip.Tell():
@@ -184,9 +223,42 @@ class ShardEffects:
         if parts.capture is not None:
             parts.capture.before_update(index)
         parts.gathering.pop(index, None)
-        with self._tracer.span("apply", shard=index, step=effect.step):
-            timed = effect if self._together and not self.reductions else self._timed(index, effect)
-            finished = owned.apply(timed)
+        timed = effect if self._together and not self.reductions else self._timed(index, effect)
+        if index in self._beside and self.threads is not None:
+            made = self.threads.submit(self._update, index, owned, timed)
+            before = self.updating.get(index)
+            self.updating[index] = _Update(effect, made, deque() if before is None else before.waiting)
+            made.add_done_callback(lambda made: self._put(inbox.UpdateMade(index, made)))
+        else:
+            self._updated(index, owned, effect, self._update(index, owned, timed))
+
+    def _update(self, index: int, owned: HeldShard, update: shard_effects.Apply) -> tuple[Buffer, int] | None:
+        with self._tracer.span("apply", shard=index, step=update.step):
+            return owned.apply(update)
+
+    def updated(self, index: int, made: Future[tuple[Buffer, int] | None] | None = None) -> None:
+        """Go on with a shard: wait for its update (`made`: only if it is this one), and run what waits for it."""
+        while (update := self.updating.get(index)) is not None and made in (None, update.made):
+            owned = self._owned[index]
+            self._updated(index, owned, update.effect, update.made.result())
+            while update.waiting and self.updating[index] is update:  # what comes of these stands behind the others
+                match update.waiting.popleft():
+                    case server.On(effect=effect):
+                        self._run_on(index, owned, effect)
+                    case Answer() as answer:
+                        self._parts.replication.acknowledge(answer)
+            if self.updating[index] is update:
+                del self.updating[index]
+
+    def settle(self) -> None:
+        """Wait for every update: for events that may need the tensors of any shard."""
+        while self.updating:
+            self.updated(next(iter(self.updating)))
+
+    def _updated(
+        self, index: int, owned: HeldShard, effect: shard_effects.Apply, finished: tuple[Buffer, int] | None
+    ) -> None:
+        parts = self._parts
         if parts.fingerprints is not None:
             parts.fingerprints.applied(index, effect.version, owned)
         if self.in_ledger(index, effect.version - 1):
@@ -216,6 +288,7 @@ class ShardEffects:
             self._ledger.account(machine, step, self._parts.job.config.rounds)
 
     def _disown(self, index: int) -> None:
+        self.updated(index)
         self._tickets.drop_all(index)
         if self._parts.capture is not None:
             self._parts.capture.disowned(index)
@@ -230,15 +303,21 @@ class ShardEffects:
 # this runs on the owner's thread.
 
 
+_WHILE_UPDATED = frozenset({  # events that touch no tensors but by effects on a shard
+    inbox.Pushed, inbox.UpdateMade, inbox.UpdateCame, inbox.AckCame, inbox.VerdictCame, inbox.Told, inbox.WantCame,
+    inbox.PullCame, inbox.Wake,
+})  # fmt: skip
+
+
 class Reducer:
     """The shards of one server in one job. Not thread-safe: only the owner thread calls it.
 
-    `put` appends an event to the inbox.
+    `put` appends an event to the inbox. `threads` is how many make updates beside the owner's; 0: none.
     """
 
     def __init__(
         self, me: str, job: ServerJob, context: ReducerContext, put: Callable[[inbox.Event], None], tracer: Tracer,
-        writer: SnapshotWriter | None = None, snapshots_url: str = "",
+        writer: SnapshotWriter | None = None, snapshots_url: str = "", threads: int = 0,
     ) -> None:  # fmt: skip
         self.job = job
         self.shell: ServerShell[Channel] = ServerShell(observed(ServerMachine(me, job.plan), me))
@@ -274,7 +353,9 @@ class Reducer:
             ),
             audits=AuditReports(context.say, self.shell.fence), codec_states=self._codec_states, capture=self.capture,
         )  # fmt: skip
-        self._effects = ShardEffects(self._parts)
+        self._effects = ShardEffects(
+            self._parts, put, ThreadPoolExecutor(threads, "update", own_threads, (1,)) if threads else None
+        )
         self._handlers = self._table()
         self._tree = job.config.policy.tree
 
@@ -285,7 +366,10 @@ class Reducer:
 
     def handle(self, event: inbox.Event) -> None:
         """Handle one event."""
-        self._handlers[type(event)](event)
+        kind = type(event)
+        if self._effects.updating and kind not in _WHILE_UPDATED:
+            self._effects.settle()
+        self._handlers[kind](event)
         if self._pulls.wait:
             self._answer_pulls()
 
@@ -298,7 +382,9 @@ class Reducer:
         return None
 
     def close(self) -> None:
-        """Stop storing and reading snapshots."""
+        """Stop storing and reading snapshots. Updates that are not made yet are given up."""
+        if self._effects.threads is not None:
+            self._effects.threads.shutdown(cancel_futures=True)
         self._restores.close()
         if self.capture is not None:
             self.capture.close()
@@ -319,7 +405,8 @@ class Reducer:
             inbox.StateRecalled: self._state_recalled,
             inbox.PeerLinked: lambda e: run(shell.peer_linked(e.peer, e.channel)),
             inbox.PeerLost: lambda e: run(shell.peer_lost(e.peer, e.channel)),
-            inbox.UpdateCame: lambda e: run(self._replication.updated(e)),
+            inbox.UpdateMade: lambda e: self._effects.updated(e.shard, e.made),
+            inbox.UpdateCame: self._update_came,
             inbox.StateCame: lambda e: run(self._replication.filled(e)),
             inbox.ChoiceCame: lambda e: run(self._replication.chosen(e)),
             inbox.QuestionCame: lambda e: run(self._replication.asked(e)),
@@ -463,6 +550,10 @@ class Reducer:
         if self.shell.may_see(event.shard, event.version) and self._owned[event.shard].keeps(event.version):
             self._followers.send(event.channel, event.shard, event.version, asked=True)
 
+    def _update_came(self, event: inbox.UpdateCame) -> None:
+        self._effects.updated(event.header.shard)  # its entry in the ledger is of the update before
+        self._effects.run(self._replication.updated(event))
+
     def _gone(self, event: inbox.Gone) -> None:
         self._pulls.gone(event.channel)
         self._effects.run(self.shell.gone(event.channel, event.peer))
@@ -509,8 +600,10 @@ class Reducer:
             self._answer_pulls()
 
     def _answer_pulls(self) -> None:
-        """Call it only after an event: while effects run, a machine is ahead of its tensors."""
+        """Call it only after an event: while effects run or wait, a machine is ahead of its tensors."""
         for index in self._pulls.shards:
+            if index in self._effects.updating:
+                continue
             machine, owned = self.machine.machine(index), self._owned.get(index)
             if machine is None or owned is None or not machine.primary:
                 self._pulls.refuse(index)

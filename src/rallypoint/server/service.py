@@ -23,6 +23,7 @@ from rallypoint.net.handshake import Credentials
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lines import Once
 from rallypoint.observe.trace import Tracer
+from rallypoint.observe.usage import usable_cores
 from rallypoint.optim import import_for_optimizers
 from rallypoint.server import inbox
 from rallypoint.server.intake import Intake
@@ -149,7 +150,8 @@ class ServerService(ListeningMember):
             writer = SnapshotWriter(about.snapshots, cast(Compression, about.compression), self.id, self._link.send)
         self._skipped = Once()  # of one contribution, each of its shards says so
         self._intake = Intake(job, self._views, self._owner.put, self._tracer, about.trace)
-        self._reducer = Reducer(self.id, job, self, self._owner.put, self._tracer, writer, about.snapshots)
+        threads = update_threads() if self._owner.alone else 0
+        self._reducer = Reducer(self.id, job, self, self._owner.put, self._tracer, writer, about.snapshots, threads)
         self._owner.handler = self._reducer
         return Peers(
             PeerLinks(self.id, decides=job.config.decides), self._views, self._owner.put,
@@ -204,6 +206,11 @@ class ServerService(ListeningMember):
                 return self._intake.receive_from_aggregator
             case _:
                 return self._intake.receive_from_worker
+
+
+def update_threads() -> int:
+    """How many threads of a server make updates: one for each core that it may use, 4 at most; 0 on one core."""
+    return min(count, 4) if (count := usable_cores()) > 1 else 0
 
 
 def run_servers(services: Sequence[ServerService]) -> str | None:

@@ -116,6 +116,8 @@ class Simulation:
         """One more server."""
         name = self._name("server")
         self.servers[name] = SimulatedServer(self.world, name, self.plan.job, self.store)
+        if self.plan.terms.measure_links:
+            self.servers[name].update_beside()
 
     def start_aggregator(self) -> None:
         """One more aggregator."""

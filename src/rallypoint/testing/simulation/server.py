@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any, cast
 
 from rallypoint.core.protocol import Beat, Capture, Finished, Leaving, NewView
@@ -33,6 +36,7 @@ from rallypoint.testing.simulation.network import Node, Wire, World, watch
 from rallypoint.testing.simulation.store import SimulatedStore
 
 FOLD_S = 0.002  # until a server with an empty inbox applies what it has gathered
+UPDATE_S = 0.02  # that a thread takes at most to make an update
 
 
 def _failed(fault: BaseException) -> None:
@@ -59,6 +63,35 @@ class ServedChannel(WireChannel):
             if header.shard in self._server.job.table_shards and for_what is not asked and not len(asked):
                 return None  # a store asks how far a shard is
         return content
+
+
+class _Made(Future[Any]):
+    """What a thread makes: now, when somebody waits for it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def make(self) -> None:
+        """Make it, unless that was done."""
+        if not self.done():
+            self.set_result(self._make())
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.make()
+        return super().result(timeout)
+
+
+class PlayedThreads(Executor):
+    """The threads of a server that make updates. The seed decides how long each takes."""
+
+    def __init__(self, server: SimulatedServer) -> None:
+        self._server = server
+
+    def submit(self, make: Callable[..., Any], /, *args: Any, **_: Any) -> Future[Any]:
+        made = _Made(partial(make, *args))
+        self._server.node.later(self._server.world.random.uniform(0.0, UPDATE_S), made.make)
+        return made
 
 
 class SimulatedServer:
@@ -100,8 +133,15 @@ class SimulatedServer:
         self.reducer.handle(event)
         self._rest()
 
+    def update_beside(self) -> None:
+        """From now on threads make the updates of parameters."""
+        effects, job = self.reducer._effects, self._job
+        effects.threads, effects._beside = PlayedThreads(self), frozenset(job.plan.measured)
+
     def _put(self, event: inbox.Event) -> None:
         """The reducer's own events: a verdict waits behind what came before it, a view perhaps."""
+        if isinstance(event, inbox.UpdateMade):
+            self.node.later(0.0, lambda: self.reducer_event(event))
         if not isinstance(event, inbox.VerdictCame):
             return  # it is always awake
         verdict = event.verdict
@@ -203,6 +243,7 @@ class SimulatedServer:
 
     def check_tickets(self) -> None:
         """No payload is forgotten, and no credit: each one that is still here waits for its turn."""
+        self.reducer._effects.settle()
         tickets = self.reducer._tickets
         waiting = sum(len(m._held) for i in self.machine.held if (m := self.machine.machine(i)) is not None)
         arrived = tickets._arrived

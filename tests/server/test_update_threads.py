@@ -1,0 +1,226 @@
+"""Updates that threads make beside the owner's: the test says when each of them is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import pytest
+import torch
+from one_server import FIRST, SECOND, Context
+
+from rallypoint.config import record_of, resolve
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.view import Assignment, Member, View
+from rallypoint.net.frames import Header, Kind
+from rallypoint.observe.trace import Tracer
+from rallypoint.server import inbox
+from rallypoint.server.job import ServerJob
+from rallypoint.server.reducer import Reducer, updated_beside
+
+MIB = 1 << 18  # words
+_CONFIG = resolve({
+    "replicas": 2, "steps": 5, "optimizer": {"type": "adamw", "lr": 0.1}, "network.shard_bytes": 1 << 20,
+})  # fmt: skip
+_LAYOUT = build_layout([TensorSpec("w", (2 * MIB,), "float32", 0)], _CONFIG.network.shard_bytes)
+
+
+class _Later(Executor):
+    """Makes what it is given when the test says so, or when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **_: Any) -> Future[Any]:
+        made = _Made(lambda: function(*args))
+        self.given.append(made)
+        return made
+
+
+class _Made(Future[Any]):
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def make(self) -> None:
+        try:
+            self.set_result(self._function())
+        except ArithmeticError as error:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done():
+            self.make()
+        return super().result(0)
+
+
+class _Channel:
+    name, number, connection = "w", 1, None
+
+    def __init__(self) -> None:
+        self.versions: list[tuple[int, int, float]] = []  # shard, version, first word
+        self.answers: list[Kind] = []
+
+    def send(self, header: Header, payload: Any = None, sent: Callable[[], None] | None = None, **_: Any) -> None:
+        if header.kind is Kind.VERSION:
+            first = torch.frombuffer(payload, dtype=torch.float32)[0].item()
+            self.versions.append((header.shard, header.step, first))
+        elif header.kind is Kind.WORDS:
+            self.answers.append(header.kind)
+        if sent is not None:
+            sent()
+
+
+class _Server:
+    """Two shards of 1 MiB, of two replicas that worker "w" computes. It follows."""
+
+    def __init__(self, *, beside: bool = True) -> None:
+        self.job = ServerJob(record_of(_CONFIG, _LAYOUT), _CONFIG)
+        self.queued: list[inbox.Event] = []
+        self.reducer = Reducer("s", self.job, Context(), self.queued.append, Tracer("s"), threads=2 * beside)
+        self.later, self.channel = _Later(), _Channel()
+        if beside:
+            effects = self.reducer._effects
+            assert effects.threads is not None
+            effects.threads.shutdown()
+            effects.threads = self.later
+        members = (Member("w", "here", incarnation=1),), (Member("s", "here", "s:1", 2),)
+        self.view(FIRST, members)
+        self.handle(inbox.Linked(self.link, "w"))
+        for shard in (0, 1):
+            self.send(Kind.INITIAL, shard, 1.0)
+        self.handle(inbox.Followed(self.link, "w", Header(Kind.FOLLOW, FIRST)))
+        self.channel.versions.clear()
+        self.members = members
+
+    @property
+    def link(self) -> Any:
+        return self.channel
+
+    def view(self, number: Any, members: Any) -> None:
+        self.handle(inbox.ViewCame(View(
+            number, FIRST, *members, (Assignment(0, {"w": (0, 1)}),), {0: "s", 1: "s"}, {}, uploader="w",
+            contributors={"w": (0, 1)},
+        )))  # fmt: skip
+
+    def handle(self, event: inbox.Event) -> None:
+        self.reducer.handle(event)
+        while self.queued:
+            self.reducer.handle(self.queued.pop(0))
+
+    def send(self, kind: Kind, shard: int, value: float, replica: int = 0, step: int = 0) -> None:
+        buffer = self.job.pool.take()
+        buffer.tensor.fill_(value)
+        header = Header(
+            kind, FIRST, shard=shard, replica=replica, step=step, length=_LAYOUT.shards[shard].nbytes, weight=1.0
+        )
+        event = inbox.Initial if kind is Kind.INITIAL else lambda c, h, b: inbox.Pushed(c, "w", h, b)
+        self.handle(event(self.link, header, buffer))
+
+    def step(self, shard: int, step: int = 0) -> None:
+        for replica in (0, 1):
+            self.send(Kind.PUSH, shard, 0.5 + step, replica, step)
+
+    @property
+    def sent(self) -> list[tuple[int, int]]:
+        return [(shard, version) for shard, version, _ in self.channel.versions]
+
+    def parameters(self) -> list[torch.Tensor]:
+        held: Any = self.reducer._owned
+        return [held[shard].master.clone() for shard in (0, 1)]
+
+
+def test_other_shards_go_on_while_a_thread_makes_an_update() -> None:
+    server = _Server()
+    server.step(0)
+    server.step(1)
+    assert len(server.later.given) == 2
+    assert server.sent == []  # nobody hears of a version that is not made
+    server.later.given[1].make()
+    server.handle(inbox.Wake())
+    assert server.sent == [(1, 1)]
+    server.later.given[0].make()
+    server.handle(inbox.Wake())
+    assert server.sent == [(1, 1), (0, 1)]
+    assert not server.reducer._effects.updating
+
+
+def test_the_bytes_are_those_of_one_thread() -> None:
+    one, several = _Server(beside=False), _Server()
+    for server in (one, several):
+        for step in range(4):
+            server.step(1, step)
+            server.step(0, step)
+            for made in reversed(server.later.given):
+                made.make()
+            server.later.given.clear()
+            server.handle(inbox.Wake())
+    assert several.channel.versions[-1][1] == 4
+    assert sorted(one.channel.versions) == sorted(several.channel.versions)
+    for expected, found in zip(one.parameters(), several.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_who_begins_to_follow_during_an_update_gets_it() -> None:
+    server = _Server()
+    server.step(0)
+    server.handle(inbox.UnfollowCame(server.link, "w"))
+    server.step(1)
+    server.handle(inbox.Followed(server.link, "w", Header(Kind.FOLLOW, FIRST)))
+    assert sorted(server.sent)[-2:] == [(0, 1), (1, 1)]
+
+
+def test_who_asks_for_a_version_during_the_next_update_gets_it() -> None:
+    server = _Server()
+    server.step(0)
+    server.handle(inbox.Fetched(server.link, "w", 0, 0))  # I5: the version before is still kept
+    assert server.sent == [(0, 1), (0, 0)]
+
+
+def test_a_contribution_for_the_next_step_waits_for_the_update() -> None:
+    server = _Server()
+    server.step(0)
+    server.step(0, 1)  # as where workers need not have the version: its sum is a later effect on the same shard
+    assert server.sent == []
+    server.later.given[0].make()
+    server.handle(inbox.Wake())
+    assert server.sent == [(0, 1)]
+    server.later.given[1].make()
+    server.handle(inbox.Wake())
+    assert server.sent == [(0, 1), (0, 2)]
+
+
+def test_a_view_waits_for_all_updates() -> None:
+    server = _Server()
+    server.step(0)
+    server.step(1)
+    server.view(SECOND, server.members)
+    assert not server.reducer._effects.updating
+    assert server.sent == [(0, 1), (1, 1)]
+
+
+def test_an_update_that_fails_ends_the_owner() -> None:
+    server = _Server()
+    held: Any = server.reducer._owned[0]
+
+    def broken(update: Any) -> Any:
+        raise ArithmeticError("no memory")
+
+    held.apply = broken
+    server.step(0)
+    server.later.given[0].make()
+    with pytest.raises(ArithmeticError, match="no memory"):
+        server.handle(inbox.Wake())
+
+
+def test_small_updates_and_means_are_made_by_the_owner() -> None:
+    """SGD touches 2 MiB for a shard of 1 MiB at most, AdamW 3; AllReduce only keeps the mean."""
+
+    def beside(**settings: Any) -> frozenset[int]:
+        config = resolve({"replicas": 2, "steps": 5, "network.shard_bytes": 1 << 20, **settings})
+        return updated_beside(ServerJob(record_of(config, _LAYOUT), config))
+
+    assert beside(optimizer={"type": "adamw", "lr": 0.1}) == {0, 1}
+    assert beside(optimizer={"type": "sgd", "lr": 0.1}) == frozenset()
+    assert beside(sync={"type": "all-reduce"}, optimizer={"type": "adamw", "lr": 0.1}) == frozenset()
