@@ -106,7 +106,7 @@ def run_once(at: Site, size: Size, design: Design) -> list[float]:
     """Start all members, synchronise `steps` times, end them: seconds of each step after the warm-up."""
     tasks = [
         Task(
-            design=design if design.startswith("gloo") else "rallypoint", rank=rank, workers=len(at.workers),
+            design="rallypoint" if design == "tls" else design, rank=rank, workers=len(at.workers),
             words=size.words, steps=size.steps + size.warm_up, shard_bytes=size.shard_bytes, window=size.window,
             hold_bytes=size.hold_bytes, in_flight_bytes=size.in_flight_bytes,
             pace_mbit=size.pace_mbit, pacing=size.pacing, tune=size.tune, optimizer=size.optimizer,

@@ -36,7 +36,7 @@ SETTINGS: dict[Optimizer, dict[str, Any]] = {
 class Task(msgspec.Struct, frozen=True):
     """What to do: `steps` synchronisations of `words` fp32 words with `workers` workers."""
 
-    design: Literal["rallypoint", "gloo"]
+    design: Literal["rallypoint", "gloo", "gloo-step"]
     rank: int
     workers: int
     words: int

@@ -42,7 +42,7 @@ def _passes(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
     loss = (F.softmax(hidden, -1) * torch.exp(-hidden.abs())).sum() + hidden.square().mean()
     gradients = torch.autograd.grad(loss, leaves)
     long = _made((_LONG,), 19, device, dtype)
-    return [hidden, loss, long.exp().sum(), long.square().mean(), long.tanh().norm(), *gradients]
+    return [hidden, loss, long.exp().sum(), long.square().mean(), long.tanh().norm(), long.abs().sqrt(), *gradients]
 
 
 def _made(shape: tuple[int, ...], prime: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

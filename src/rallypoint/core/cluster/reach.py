@@ -393,7 +393,8 @@ def disproved(server: str, said: Disproved, course: Course, left: Callable[[str,
         return []
     why = (
         f"it acknowledged version {said.version} of shard {said.shard}, and does not hold what {server} sent "
-        "it: it is not what it says it is, or one of the two machines computes wrong; test the memory of both"
+        "it: it is not what it says it is, its processor is of another kind and rounds otherwise (`rallypoint doctor` "
+        "compares them), or one of the two machines computes wrong; test the memory of both"
     )
     course.members.apart.add(backup)
     return [Refuse(backup, f"given up: {why}"), *left(backup, why)]
