@@ -16,8 +16,9 @@ from rallypoint.core.view import Assignment, Member, View
 from rallypoint.net.frames import Header, Kind
 from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
+from rallypoint.server.held import updated_beside
 from rallypoint.server.job import ServerJob
-from rallypoint.server.reducer import Reducer, updated_beside
+from rallypoint.server.reducer import Reducer
 
 MIB = 1 << 18  # words
 _CONFIG = resolve({

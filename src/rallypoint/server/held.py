@@ -9,10 +9,12 @@ from rallypoint.codec.base import Scratch
 from rallypoint.config import JobConfig, of_group
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.modes import StateHolder
+from rallypoint.core.optimizer import of_shard
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
-from rallypoint.optim import InPlace
+from rallypoint.optim import InPlace, state_names
+from rallypoint.server.job import ServerJob
 from rallypoint.server.rows import OwnedRows
 from rallypoint.server.shard import AveragedShard, InPlaceMean, InPlaceShard, OwnedShard, StreamedShard
 from rallypoint.store.record import ShardRecord
@@ -108,6 +110,18 @@ def newest_is_enough(config: JobConfig) -> bool:
     """May a follower miss a version if it gets a newer one? Not where its workers step the optimizer: they need each.
     """
     return config.mode.holder is StateHolder.SERVERS
+
+
+_LEAST_BESIDE = 3 << 20  # bytes; handing an update over costs as much as updating 0.1 MiB of parameters
+
+
+def updated_beside(job: ServerJob) -> frozenset[int]:
+    """The shards whose update, parameters and optimizer state together, is large enough for a thread of its own."""
+    if job.config.mode.holder is not StateHolder.SERVERS:
+        return frozenset()
+    dense = [s for s in job.shards if s.role == "parameters" and s.part is None]
+    kept = {s.index: 1 + len(state_names(of_shard(job.config.applied, s.columns))[-1][0]) for s in dense}
+    return frozenset(s.index for s in dense if s.nbytes * kept[s.index] >= _LEAST_BESIDE)
 
 
 class ShardFactory:

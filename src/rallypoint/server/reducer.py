@@ -13,8 +13,6 @@ import torch
 from rallypoint.config import paces_by_port
 from rallypoint.core.decisions import reductions_at
 from rallypoint.core.layout import forward_ranks
-from rallypoint.core.modes import StateHolder
-from rallypoint.core.optimizer import of_shard
 from rallypoint.core.protocol import CaughtUp, Disproved, NotStored, Say, Unrestored
 from rallypoint.core.shard import clip, server
 from rallypoint.core.shard import effects as shard_effects
@@ -28,9 +26,8 @@ from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Limits
 from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
-from rallypoint.optim import state_names
 from rallypoint.server import inbox
-from rallypoint.server.held import HeldShard, ShardFactory, newest_is_enough
+from rallypoint.server.held import HeldShard, ShardFactory, newest_is_enough, updated_beside
 from rallypoint.server.job import ServerJob
 from rallypoint.server.parts import (
     AuditReports,
@@ -73,18 +70,6 @@ class ReducerParts:
     codec_states: StateRelay | None
     capture: SnapshotCapture | None
     gathering: dict[int, None] = field(default_factory=dict)  # shards whose sum may take more from the inbox
-
-
-_LEAST_BESIDE = 3 << 20  # bytes; handing an update over costs as much as updating 0.1 MiB of parameters
-
-
-def updated_beside(job: ServerJob) -> frozenset[int]:
-    """The shards whose update, parameters and optimizer state together, is large enough for a thread of its own."""
-    if job.config.mode.holder is not StateHolder.SERVERS:
-        return frozenset()
-    dense = [s for s in job.shards if s.role == "parameters" and s.part is None]
-    kept = {s.index: 1 + len(state_names(of_shard(job.config.applied, s.columns))[-1][0]) for s in dense}
-    return frozenset(s.index for s in dense if s.nbytes * kept[s.index] >= _LEAST_BESIDE)
 
 
 @dataclass
