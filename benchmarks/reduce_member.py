@@ -116,11 +116,13 @@ def _exchange_all(job: Job, exchange: Exchange, task: Task) -> list[float]:
 def gloo(task: Task) -> Result:
     """The peer: one all_reduce of the whole vector, in place; `gloo-step`: and then torch's step, on each worker."""
     join_gloo(task.rank, task.workers)
-    parameters = torch.nn.Parameter(torch.ones(task.words))
-    parameters.grad = gradient = torch.zeros(task.words)
+    gradient = torch.zeros(task.words)
+    parameters = [torch.nn.Parameter(part) for part in torch.ones(task.words).split(1 << 20)]
+    for parameter, part in zip(parameters, gradient.split(1 << 20), strict=True):
+        parameter.grad = part
     own: dict[Optimizer, Callable[[], torch.optim.Optimizer]] = {
-        "sgd": lambda: torch.optim.SGD([parameters], lr=0.01), "adamw": lambda: torch.optim.AdamW([parameters]),
-        "fused": lambda: torch.optim.AdamW([parameters], fused=True),
+        "sgd": lambda: torch.optim.SGD(parameters, lr=0.01), "adamw": lambda: torch.optim.AdamW(parameters),
+        "fused": lambda: torch.optim.AdamW(parameters, fused=True),
     }  # fmt: skip
     optimizer = own[task.optimizer]() if task.design == "gloo-step" else None
     dist.barrier()
