@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test test-all quick simulate chaos check format bench docs dist release clean
+.PHONY: help setup train test test-all quick simulate chaos check format bench bench-quick docs dist release clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -62,6 +62,9 @@ bench: setup ## Run the benchmarks one after another (root: they use network nam
 	$(BIN)/python benchmarks/racks.py --json benchmarks/racks.json
 	$(BIN)/python benchmarks/train.py --goals --json benchmarks/train.json
 	$(BIN)/python benchmarks/recovery.py --json benchmarks/recovery.json
+
+bench-quick: setup ## The ratios that must not get worse, beside those kept last (5 minutes, nothing else running)
+	@$(BIN)/python benchmarks/quick.py $(ARGS)
 
 docs: setup ## Build the site in docs/_build/html; a warning is an error, and so is a link to nowhere
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

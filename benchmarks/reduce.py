@@ -32,12 +32,12 @@ _DEFAULTS = JobConfig()
 # less of the first and the last shard travels alone, no credit out of turn, so that no flow runs far ahead, and with
 # many members a limit to what is in flight, so that they do not overrun each other's ports.
 GOALS: tuple[tuple[Case, dict[str, Any]], ...] = (
-    (Case(4, 4, 1000.0), {"network.shard_bytes": 512 << 10, "network.window": 8, "network.hold_bytes": 0}),
+    (Case(4, 4, 1000.0), {"shard_bytes": 512 << 10, "window": 8, "hold_bytes": 0}),
     (
         Case(8, 8, 200.0),
         {
-            "network.shard_bytes": 384 << 10, "network.window": 2, "network.hold_bytes": 0,
-            "network.in_flight_bytes": 256 << 10
+            "shard_bytes": 384 << 10, "window": 2, "hold_bytes": 0,
+            "in_flight_bytes": 256 << 10
         }
     ),
     (Case(2, 1, None), {"shard_bytes": 4 << 20}),  # what a job on one host takes by itself

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # its modules import one another by name
+
+import quick
+import reduce
+
+FOLDER = Path(quick.__file__).parent
 
 
 def run(script: str, *arguments: str, into: Path) -> list[dict[str, Any]]:
@@ -25,13 +30,28 @@ def run(script: str, *arguments: str, into: Path) -> list[dict[str, Any]]:
     return results
 
 
+def test_the_cases_of_make_bench_can_be_set() -> None:
+    for _, settings in reduce.GOALS:
+        assert settings.keys() <= set(reduce.Size.__slots__)
+
+
+def test_a_ratio_is_worse_only_by_more_than_the_noise() -> None:
+    kept = quick.Found([1.0, 1.1, 1.2])
+    assert not quick.Found([0.95, 1.0, 1.15]).got_worse(kept)  # one round was as good
+    assert not quick.Found([0.95, 1.0, 1.05]).got_worse(kept)  # all were worse, by less than the kept ones differ
+    assert quick.Found([0.8, 0.85, 0.9]).got_worse(kept)
+    assert not quick.Found([2.0]).got_worse(kept)
+    assert quick.Found([310.0], more_is_better=False).got_worse(quick.Found([300.0], more_is_better=False))
+    assert not quick.Found([280.0], more_is_better=False).got_worse(quick.Found([300.0], more_is_better=False))
+
+
 @pytest.mark.slow
-def test_reduce_measures_both_designs(tmp_path: Path) -> None:
+def test_reduce_measures_all_designs(tmp_path: Path) -> None:
     found = run(
         "reduce.py", "--loopback", "--workers", "2", "--servers", "2", "--megabytes", "1.5", "--steps", "2",
         into=tmp_path,
     )  # fmt: skip
-    assert [figures["design"] for figures in found] == ["rallypoint", "gloo"]
+    assert [figures["design"] for figures in found] == ["rallypoint", "gloo", "gloo-step"]
     assert all(len(figures["all_seconds"]) == 2 for figures in found)
 
 
