@@ -3,7 +3,6 @@ an observer's, which says one order."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -120,7 +119,7 @@ class SimulatedMembership:
 
 _SPEEDS = (0.05, 0.3, 0.5, 1.0, 1.0, 1.0, 3.0)
 _CHANGES_S = 1.1  # so long a link stays as it is
-_NONSENSE = (0.0, -1.0, math.nan, math.inf, 1e15, 1.0)
+_NONSENSE = (0.0, 0.0, 1e-9, 1e15, 1e15, 1.0)  # others than these are refused as they arrive
 
 
 def with_paces(beat: Beat, node: Node, role: str) -> Beat:
@@ -132,7 +131,7 @@ def with_paces(beat: Beat, node: Node, role: str) -> Beat:
     servers = [name for name in world.nodes if name.startswith("server")] if role != "server" else [node.name]
     chance = random.Random(f"{node.name} {period}")
     if chance.random() < 1 / 7:
-        lies = {server: (chance.choice(_NONSENSE), chance.choice(_NONSENSE)) for server in servers}
+        lies = {server: (chance.choice(_NONSENSE), min(1.0, chance.choice(_NONSENSE))) for server in servers}
         return msgspec.structs.replace(beat, paced=lies)
     speeds = {server: random.Random(f"{server} {period}").choice(_SPEEDS) for server in servers}
     return msgspec.structs.replace(beat, paced={server: (1e6 * speed, 0.9) for server, speed in speeds.items()})

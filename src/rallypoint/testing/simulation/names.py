@@ -1,7 +1,7 @@
 """What a simulated server's own reducer holds and sends: names in place of tensors, wires in place of channels.
 
-`server/reducer.py` and its parts are the product's own; here is what they are given: shards (`NamedShards`), buffers,
-channels, a writer of snapshots, and restores without threads.
+`server/reducer.py` and its parts are the product's own; here is what they are given: shards (`NamedShards`), buffers and
+channels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 
 from rallypoint.core.audits import Audits
 from rallypoint.core.layout import Shard
-from rallypoint.core.protocol import NotStored, Stored
 from rallypoint.core.shard.effects import Apply
 from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import LinkError
@@ -32,7 +31,6 @@ from rallypoint.server import inbox, member
 from rallypoint.server.held import ShardFactory
 from rallypoint.server.intake import FrameChecks, Intake
 from rallypoint.server.job import ServerJob
-from rallypoint.server.snapshots import Restores
 from rallypoint.store.record import Array, ShardRecord, decode_record
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.job import SimulatedJob
@@ -528,79 +526,3 @@ class SimulatedTransport:
         """What an exchange needs of this process."""
         me: Any = SimpleNamespace(me=Member(self.node.name, "host"))
         return ExchangeContext(me, cast(Transport, self), Tracer(self.node.name), lambda said: None)
-
-
-class NamedWriter:
-    """Writes records into the simulated store, each after a while."""
-
-    wants_more = True
-
-    def __init__(self, server: SimulatedServer) -> None:
-        self.caught_up: Callable[[], None] = lambda: None
-        self._server, self._snapshot = server, ""
-
-    @property
-    def takes_records(self) -> bool:
-        """Is a snapshot in progress?"""
-        return bool(self._snapshot)
-
-    def begin(self, snapshot: str, shards: int) -> None:
-        """A snapshot begins."""
-        self._snapshot = snapshot
-
-    def copy(self, record: ShardRecord) -> ShardRecord:
-        """Names do not change."""
-        return record
-
-    def put(self, record: ShardRecord) -> None:
-        """Store a record."""
-        server, snapshot, index = self._server, self._snapshot, record.shard
-        if not snapshot:
-            return
-        states = {replica: bytes(array) for replica, array in record.codec_states.items()}
-        content = (server.world.tokens.of(record.arrays["master"])[0], record.clocks, states)
-        number = server.shell.fence.number
-
-        def write() -> None:
-            if server.store.write(snapshot, index, record.version, content):
-                server.world.note("stores", server.node.name, index, record.version, number, snapshot)
-                server.membership.send(Stored(snapshot, {}, {index: ("", 0, 0, "")}))
-            else:
-                server.membership.send(NotStored(snapshot, "no space left", -1))
-
-        server.node.later(server.world.latency() * 2, write)
-
-    def abandon(self) -> None:
-        """It is not wanted any more."""
-        self._snapshot = ""
-
-
-class NamedRestores(Restores):
-    """Reads from the simulated store, after a while."""
-
-    def __init__(self, server: SimulatedServer) -> None:
-        super().__init__(server.node.name, "", server.reducer_event, lambda text: None)
-        self._server = server
-
-    def begin(self, shards: Sequence[int], origin: str, generation: ViewNumber) -> None:
-        self.cancel()
-        self._missing = set(shards)
-
-        def restored() -> None:
-            for index in shards:
-                if self._server.shell.wants_state(index, generation):
-                    self._server.reducer_event(inbox.Restored(self._read_one(index, origin, generation), generation))
-
-        self._server.node.later(self._server.world.latency() * 4, restored)
-
-    def left_the_inbox(self) -> None:
-        """There is always room."""
-
-    def _read_one(self, index: int, origin: str, generation: ViewNumber) -> ShardRecord:
-        world = self._server.world
-        version, (content, clocks, states) = self._server.store.read(origin, index)
-        kept = dict[int, Array]()
-        for replica, state in states.items():  # what follows the name is what was sent last
-            residual = world.tokens.of(state[:TOKEN])._replace(generation=generation)
-            kept[replica] = np.frombuffer(bytes(world.tokens.bytes_of(residual)) + state[TOKEN:], np.uint8)
-        return ShardRecord(index, version, {"master": _array(world, (content, None))}, {}, clocks, kept)

@@ -56,8 +56,8 @@ class Simulation:
 
     def __init__(self, plan: Plan, *, checked: bool = True) -> None:
         """`checked`: what is published, held and seen is logged, and looked at after the run (`history`)."""
-        self.plan, self.disk, self.outcome = plan, Disk(), Outcome()
-        self.store, self._resuming = SimulatedStore(KEEP if plan.resumes else 0), Resuming()
+        self.plan, self.disk, self.outcome = plan, Disk(plan.seed), Outcome()
+        self.store, self._resuming = SimulatedStore(KEEP if plan.resumes else 3), Resuming()
         self.world = World(plan.seed, uneven=plan.terms.measure_links)
         self.world.history = [] if checked else None
         plan.job.lost.clear()
@@ -93,6 +93,9 @@ class Simulation:
             raise failure(self, error) from error
         finally:
             self.world.close()
+            self.disk.close()
+            for store in (self.store, *self._resuming.read):
+                store.forget()
         steps = {(step, replica) for _, step, replica in self.outcome.computed}
         return Result(
             self.plan, self.outcome, self.world.now, len(self.outcome.computed) - len(steps),
@@ -108,7 +111,7 @@ class Simulation:
             terms = msgspec.structs.replace(of.terms, workers_max=self.computing_at_most, begun_by=began.command)
             self.coordinator = SimulatedCoordinator(
                 self.world, of.job, terms, self.store, self.disk, self.outcome,
-                began.next(journal, self.store, of.job.record),
+                began.next(journal, self.store),
             )  # fmt: skip
             began.check(journal, self.coordinator.machine)
 
@@ -267,6 +270,7 @@ class Simulation:
         self._check_size()
         check_evaluations(self.plan.job, self.outcome, self.coordinator, self.events)
         job = self.plan.job
+        assert not any(store.trespassed for store in self._resuming.read), "something was written into another job's store"
         for shard in range(job.shards):
             contents = self._final_contents(shard)
             if shard in job.table_shards and not contents and self._primary_gone(shard):
@@ -336,7 +340,8 @@ class Simulation:
                 contents.append(server.held[shard].master)
         id, version, *_ = self.store.newest()
         if version == job.end and not job.config.keyed:
-            contents.append(self.store.read(id, shard)[1][0])
+            record = next(self.store.read(self.store.load(id), (shard,)))
+            contents.append(self.world.tokens.of(record.arrays["master"])[0])
         if self._primary_gone(shard) and shard not in job.table_shards:  # as soon as the workers had it
             contents += [worker.model[shard] for worker in self.workers.values() if worker.node.alive and worker.done]
         return contents

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
+
+import numpy as np
 
 from rallypoint.core.protocol import Beat, Capture, Finished, Leaving, NewView
 from rallypoint.core.shard.clip import StepVerdict
@@ -18,19 +21,18 @@ from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.names import (
+    TOKEN,
     NamedIntake,
     NamedPool,
-    NamedRestores,
     NamedShard,
     NamedShards,
-    NamedWriter,
     PlayedViews,
     SimulatedTransport,
     WireChannel,
     named_job,
 )
 from rallypoint.testing.simulation.network import Node, Wire, World, watch
-from rallypoint.testing.simulation.store import SimulatedStore
+from rallypoint.testing.simulation.store import PlayedRestores, PlayedWriter, SimulatedStore
 
 FOLD_S = 0.002  # until a server with an empty inbox applies what it has gathered
 
@@ -75,10 +77,10 @@ class SimulatedServer:
         self._views = PlayedViews()
         self._job = whole = named_job(job)
         self._intake = NamedIntake(whole, self._views, self._heard, name)
-        self.reducer = Reducer(name, whole, self, self._put, Tracer(name), cast(Any, NamedWriter(self)))
+        self.reducer = Reducer(name, whole, self, self._put, Tracer(name), PlayedWriter(self))
         self.reducer._parts.factory = NamedShards(self)
         cast(NamedPool, whole.pool).held = 0  # the factory in whose place that is has kept one
-        self.reducer._restores = self.reducer._parts.restores = NamedRestores(self)
+        self.reducer._restores = self.reducer._parts.restores = PlayedRestores(self)
         self.machine, self.shell = watch(self.reducer.machine, name), self.reducer.shell
         self.held = cast("dict[int, NamedShard]", self.reducer._owned)
         server_checks.check_while_it_runs(self)
@@ -99,6 +101,16 @@ class SimulatedServer:
         """The owner takes this event; then it is idle."""
         self.reducer.handle(event)
         self._rest()
+
+    def restored(self, event: inbox.Event) -> None:
+        """A shard was read: its codec states are of this generation now."""
+        if isinstance(event, inbox.Restored):
+            of, kept = self.world.tokens, dict[int, Any]()
+            for replica, state in event.record.codec_states.items():  # behind the name is what was sent last
+                residual = of.of(state[:TOKEN])._replace(generation=event.generation)
+                kept[replica] = np.frombuffer(bytes(of.bytes_of(residual)) + bytes(state[TOKEN:]), np.uint8)
+            event = replace(event, record=replace(event.record, codec_states=kept))
+        self.reducer_event(event)
 
     def _put(self, event: inbox.Event) -> None:
         """The reducer's own events: a verdict waits behind what came before it, a view perhaps."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from rallypoint.codec.base import encode_gradient
-from rallypoint.core.layout import Shard
 from rallypoint.core.protocol import (
     Assist,
     Capture,
@@ -24,7 +24,9 @@ from rallypoint.core.protocol import (
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.ending import End
+from rallypoint.errors import SnapshotFailed
 from rallypoint.store.record import ShardRecord
+from rallypoint.store.snapshots import SnapshotPart
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import SimulatedMembership
@@ -168,7 +170,9 @@ class SimulatedWorker:
             contents = self.model
         elif self.job.stateful_workers:
             self.exchange.holds, self.model = 0, contents
-        state = (lambda shard: self._record(shard, contents)) if self.job.stateful_workers else None
+        state = None if not self.job.stateful_workers else (
+            lambda shard: self._record(shard.index, self.shell.holds, contents[shard.index])
+        )
         self.exchange.initialise(lambda start, stop: self._words(start, stop, contents), state)
         to_servers = [wire for wire in self.node.wires if wire.ends[1].name.startswith("server")]
         if self.node.world.spring("drop first") and to_servers:
@@ -180,9 +184,8 @@ class SimulatedWorker:
             return torch.empty(0, dtype=torch.float32, device="cpu")
         return torch.frombuffer(payload_of(self._tokens, contents[start // (NBYTES // 4)]), dtype=torch.float32)
 
-    def _record(self, shard: Shard, contents: list[Content]) -> ShardRecord:
-        master = np.frombuffer(self._tokens.bytes_of(contents[shard.index]), np.uint8)
-        return ShardRecord(shard.index, self.shell.holds, {"master": master}, {})
+    def _record(self, shard: int, version: int, content: Any) -> ShardRecord:
+        return ShardRecord(shard, version, {"master": np.frombuffer(self._tokens.bytes_of(content), np.uint8)}, {})
 
     def _install(self, version: int) -> None:
         """Links go on meanwhile: half of the slots are copied at the beginning, half at the end."""
@@ -222,12 +225,16 @@ class SimulatedWorker:
             self.membership.send(NotStored(id, "too late", self.shell.holds))
             return
         share = range(self.job.shards)[writers.index(self.node.name) :: len(writers)]
-        contents = {shard: self.model[shard] for shard in share}
+        records = [self._record(shard, version, (self.model[shard], None)) for shard in share]
+
+        def stored(file: SnapshotPart) -> None:
+            entries = {shard: msgspec.structs.astuple(entry) for shard, entry in file.shards.items()}
+            self.membership.send(Stored(id, file.files, entries))
 
         def write() -> None:
-            if all(self.store.write(id, shard, version, (contents[shard], (), {})) for shard in share):
-                self.membership.send(Stored(id, {}, dict.fromkeys(share, ("", 0, 0, ""))))
-            else:
+            try:
+                self.store.write_part(id, self.node.name, records, "none", stored)
+            except SnapshotFailed:
                 self.membership.send(NotStored(id, "no space left"))
 
         self.node.later(self.node.world.latency() * 2, write)
