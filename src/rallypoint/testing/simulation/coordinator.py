@@ -164,7 +164,8 @@ class SimulatedCoordinator(CoordinatorService):
         self, world: World, job: SimulatedJob, terms: Terms, store: SimulatedStore, disk: Disk, outcome: Outcome,
         resume: Resumed | None = None,
     ) -> None:  # fmt: skip
-        self._disk, self.node, self.job, self.outcome, self._checks = disk, Node(world, COORDINATOR), job, outcome, Checks()
+        self.node, self.job, self.outcome = Node(world, COORDINATOR), job, outcome
+        self._disk, self._checks = disk, Checks()
         terms = msgspec.structs.replace(terms, earlier=disk.started)
         disk.started += 1
         about = JoinInfo(snapshots=store.url, retention=store.retention)

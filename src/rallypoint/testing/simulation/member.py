@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,9 +22,11 @@ from rallypoint.core.protocol import (
     Ordered,
     Resize,
     ViewChange,
+    Welcome,
     decode,
     encode,
 )
+from rallypoint.core.view import Member
 from rallypoint.net.member import LastReports, ViewReceiver
 from rallypoint.testing.simulation.network import Node, Wire
 
@@ -37,9 +40,10 @@ class SimulatedMembership:
 
     def __init__(
         self, node: Node, role: str, on_message: Callable[[Any], None], on_admitted: Callable[[bool], None],
-        address: str = "", beat: Callable[[], Beat] = Beat,
+        address: str = "", beat: Callable[[], Beat] = Beat, snapshots: str = "",
     ) -> None:  # fmt: skip
-        self._say_beat = beat
+        self._say_beat, self.welcome = beat, Welcome(snapshots=snapshots)
+        self.credentials = SimpleNamespace(me=Member(node.name, "host"))
         self.node, self.role, self.address, self.incarnation = node, role, address, 0
         self._on_message, self._on_admitted = on_message, on_admitted
         self._wire: Wire | None = None

@@ -1,6 +1,6 @@
 """What a simulated server's own reducer holds and sends: names in place of tensors, wires in place of channels.
 
-`server/reducer.py` and its parts are the product's own; here is what they are given: shards (`NamedShards`), buffers and
+`server/reducer.py` and its parts are the product's own; here is what they are given: shards (`NamedShards`), buffers,
 channels.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ import numpy as np
 
 from rallypoint.core.audits import Audits
 from rallypoint.core.layout import Shard
+from rallypoint.core.protocol import Finished, Prepare
 from rallypoint.core.shard.effects import Apply
 from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import LinkError
@@ -27,13 +28,15 @@ from rallypoint.net.frames import Header, Kind
 from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
-from rallypoint.server import inbox, member
+from rallypoint.server import inbox
 from rallypoint.server.held import ShardFactory
 from rallypoint.server.intake import FrameChecks, Intake
 from rallypoint.server.job import ServerJob
+from rallypoint.server.member import ListeningMember, Views
 from rallypoint.store.record import Array, ShardRecord, decode_record
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.member import COORDINATOR, SimulatedMembership
 from rallypoint.testing.simulation.network import RETRY_S, Call, Node, Tokens, Wire, World
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, scale_after, scale_of
 from rallypoint.worker.exchange.links import ExchangeContext
@@ -44,14 +47,6 @@ if TYPE_CHECKING:
 NBYTES = 64  # of every payload, but for a table's first version
 TOKEN = 8  # bytes that stand for a name where memory is real
 Frame = tuple[Header, Any]
-
-
-class PlayedViews(member.Views):
-    """The views of one member."""
-
-    def knows(self, number: ViewNumber) -> bool:
-        """Has the view of this number come?"""
-        return self._fence.has_come(number)
 
 
 class NamedPool:
@@ -118,8 +113,8 @@ class _NamedChecks(FrameChecks):
 class NamedIntake(Intake):
     """Reads frames of names."""
 
-    def __init__(self, job: ServerJob, views: PlayedViews, put: Callable[[inbox.Event], None], name: str) -> None:
-        super().__init__(job, views, cast(Any, put), Tracer(name), (0, 0))
+    def __init__(self, job: ServerJob, *about: Any) -> None:
+        super().__init__(job, *about)
         self._checks = _NamedChecks(job)
         if (audits := job.plan.audits) is not None:
             self._pushed = partial(_with_digest, audits)
@@ -319,7 +314,7 @@ class WireChannel:
         asked: shard and pull -> the rows, or the step and the replica that it is for.
     """
 
-    def __init__(self, wire: Wire, end: int, name: str, views: PlayedViews | None = None) -> None:
+    def __init__(self, wire: Wire, end: int, name: str, views: Views | None = None) -> None:
         """`views`: a frame of a view that has not come waits for it, and what comes behind it too."""
         self.name, self.number = name, wire.number
         self.connection = SimpleNamespace(
@@ -365,7 +360,7 @@ class WireChannel:
     def drain(self) -> None:
         """Receive what has come, as far as its views have."""
         while self._waiting and not self._paused:
-            if self._views is not None and not self._views.knows(self._waiting[0][0].view):
+            if self._views is not None and not self._views._fence.has_come(self._waiting[0][0].view):
                 return
             self._frame = self._waiting.popleft()
             self.owed += self._owes and self._frame[0].kind in (Kind.PUSH, Kind.INITIAL, Kind.STATE)
@@ -517,7 +512,7 @@ class SimulatedTransport:
 
     node: Node
     role: str
-    views: PlayedViews | None = None
+    views: Views | None = None
     channels: list[WireChannel] = field(default_factory=list)
     dialer: ClassVar[type[SimulatedDialer]] = SimulatedDialer
 
@@ -526,3 +521,35 @@ class SimulatedTransport:
         """What an exchange needs of this process."""
         me: Any = SimpleNamespace(me=Member(self.node.name, "host"))
         return ExchangeContext(me, cast(Transport, self), Tracer(self.node.name), lambda said: None)
+
+
+class PlayedMember(ListeningMember):
+    """A server or an aggregator: the product's, without sockets and threads. Its owner takes events as they come."""
+
+    def __init__(self, node: Node, job: SimulatedJob, snapshots: str = "") -> None:
+        self.node = node
+        self._owner_of = cast(Any, lambda failed: SimpleNamespace(put=self._take))
+        transport: Any = SimulatedTransport(node, self.role)
+        super().__init__(id=node.name, coordinator=COORDINATOR, transport=transport)
+        self.channels, backlog = transport.channels, SimpleNamespace(allow=lambda *most: None)
+        self._gate = cast(Any, SimpleNamespace(backlog=backlog))
+        self.membership = SimulatedMembership(
+            node, self.role, self._on_message, self._on_admitted, node.name, self._beat, snapshots
+        )
+        self._link = cast(Any, self.membership)
+        self._on_message(Prepare(job.record))
+        node.world.acceptors[node.name] = cast(Any, self)
+
+    def failed(self, error: BaseException) -> None:
+        raise error
+
+    def _take(self, event: Any) -> None:
+        raise NotImplementedError
+
+    def _on_message(self, message: Any) -> None:
+        super()._on_message(message)
+        for channel in list(self.channels):
+            channel.drain()
+        if isinstance(message, Finished):
+            self.membership.close()
+            self.node.kill()

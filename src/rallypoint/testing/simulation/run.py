@@ -12,6 +12,7 @@ from rallypoint.coordinator.inbox import End
 from rallypoint.core.policy import Sync
 from rallypoint.core.protocol import Resize
 from rallypoint.core.view import View
+from rallypoint.server.job import ServerJob
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
@@ -270,7 +271,7 @@ class Simulation:
         self._check_size()
         check_evaluations(self.plan.job, self.outcome, self.coordinator, self.events)
         job = self.plan.job
-        assert not any(store.trespassed for store in self._resuming.read), "something was written into another job's store"
+        assert not any(store.trespassed for store in self._resuming.read), "a job writes into another's store"
         for shard in range(job.shards):
             contents = self._final_contents(shard)
             if shard in job.table_shards and not contents and self._primary_gone(shard):
@@ -299,9 +300,9 @@ class Simulation:
             quorum = sync.quorum if isinstance(sync, Sync) else None
             assert quorum is not None, f"it went on after (step, replica) {poison}"
             return False
-        assert re.search(f"step {poison[0]}: the gradient.* is not finite, first in shard", self.outcome.aborted), (
-            f"aborted: {self.outcome.aborted}"
-        )
+        at = ServerJob(self.plan.job.record, self.plan.job.config).round_named(poison[0])
+        found = re.search(f"{at}: the gradient.* is not finite", self.outcome.aborted)
+        assert found, f"aborted: {self.outcome.aborted}"
         return True
 
     def _check_size(self) -> None:

@@ -83,13 +83,16 @@ class PlayedWriter(SnapshotWriter):
 
     def __init__(self, server: SimulatedServer) -> None:
         super().__init__(server.store.url, "none", server.node.name, self._told)
-        self.close()
-        self._closed, self._server = False, server
+        self._thread.join()
+        self._server = server
         self._store._pace.is_full = lambda size: True  # type: ignore[method-assign]
         self._about: dict[int, tuple[int, ViewNumber, float]] = {}  # shard -> version, view, and when it is heard
         thread = PlayedThread(server.node, self._serve)
         self._changed = cast(Any, PlayedCondition(thread))
         server.node.later(0.0, thread.play)
+
+    def _run(self) -> None:
+        """Its own thread has nothing to do."""
 
     def _serve(self) -> None:
         while (part := self._next()) is not None:
