@@ -9,18 +9,8 @@ import numpy as np
 import torch
 
 from rallypoint.codec.base import encode_gradient
-from rallypoint.core.protocol import (
-    Assist,
-    Capture,
-    Done,
-    Leaving,
-    NewView,
-    NotStored,
-    Propose,
-    Reached,
-    Report,
-    Stored,
-)
+from rallypoint.core import protocol
+from rallypoint.core.protocol import NotStored
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.ending import End
@@ -77,7 +67,7 @@ class SimulatedWorker:
         self._evaluations = SimulatedEvaluations(self.exchange, self._thread, self.evaluate_s, self.membership.send)
         view = lambda: self.shell.view if self.shell.number.count else None  # noqa: E731
         self._script = Script(job.stop, view, self.membership.send)
-        self.exchange.reaching.to = lambda generation, version: self.membership.send(Reached(version, generation))
+        self.exchange.reaching.to = lambda generation, at: self.membership.send(protocol.Reached(at, generation))
         self.node.later(0.0, self._thread.play)
 
     @property
@@ -93,28 +83,28 @@ class SimulatedWorker:
     # ---- the coordinator's words ----
 
     def _on_admitted(self, new: bool) -> None:
-        self.membership.send(Propose(self.job.record))
+        self.membership.send(protocol.Propose(self.job.record))
         self._evaluations.register(new=new)
         if self.done and self._claim is not None:
-            self.membership.send(Done(*self._claim))
+            self.membership.send(protocol.Done(*self._claim))
         self._script.say(again=True)
         self.exchange.reaching.say(again=True)
         if self.shell.leaving:
-            self.membership.send(Leaving())
+            self.membership.send(protocol.Leaving())
 
     def leave(self) -> None:
         """SIGTERM: a spot machine's notice."""
         self.exchange.leave()
-        self.membership.send(Leaving())
+        self.membership.send(protocol.Leaving())
 
     def _on_message(self, message: Any) -> None:
         match message:
-            case NewView(view=view):
+            case protocol.NewView(view=view):
                 self.exchange.adopt(view)
                 self._script.say()
-            case Assist(step=step, replica=replica):
+            case protocol.Assist(step=step, replica=replica):
                 self.exchange.assist(step, replica)
-            case Capture(snapshot=id, version=version, writers=writers) if id != self._captured:
+            case protocol.Capture(snapshot=id, version=version, writers=writers) if id != self._captured:
                 self._captured = id  # (it is said again with each view)
                 if (passed := self.exchange.capture(machine.Store(id, version, writers))) >= 0:
                     self.membership.send(NotStored(id, "the step was over before the request came", passed))
@@ -216,7 +206,7 @@ class SimulatedWorker:
         """It holds the last version, and says so after an evaluation, which may take a while."""
         self._thread.sleep(self.evaluate_s * self.node.world.random.random())
         self._claim = end if self.honest else (self.shell.view.generation, end[1])
-        self.membership.send(Done(*self._claim))
+        self.membership.send(protocol.Done(*self._claim))
 
     def _store_share(self, wanted: machine.Store) -> None:
         """Of a snapshot of the version that the model holds, where workers are stateful."""
@@ -229,7 +219,7 @@ class SimulatedWorker:
 
         def stored(file: SnapshotPart) -> None:
             entries = {shard: msgspec.structs.astuple(entry) for shard, entry in file.shards.items()}
-            self.membership.send(Stored(id, file.files, entries))
+            self.membership.send(protocol.Stored(id, file.files, entries))
 
         def write() -> None:
             try:
@@ -255,7 +245,7 @@ class SimulatedWorker:
             return
         finally:
             self.replica, self.exchange.rows.in_micro = -1, False
-        self.membership.send(Report(step, replica, 0.0, 1.0, 1, self.node.world.now - began, generation))
+        self.membership.send(protocol.Report(step, replica, 0.0, 1.0, 1, self.node.world.now - began, generation))
 
     def _passes(self, step: int, replica: int, generation: ViewNumber) -> None:
         early = self.exchange.forward.begin(step, replica)
