@@ -370,6 +370,7 @@ class AggregatorService(ListeningMember):
 
     role, waits_for = "aggregator", "workers near it"
     serves = ("worker",)
+    _intake_of: type[Intake] = Intake
 
     _relay: AggregatorRelay | None = None  # the job's, once it is known
 
@@ -403,7 +404,7 @@ class AggregatorService(ListeningMember):
         machine = AggregatorMachine(self.id, job.plan.expected, job.plan.cadence, job.plan.carried)
         shell: AggregatorShell[Channel] = AggregatorShell(observed(machine, self.id))
         self._relay = self._owner.handler = AggregatorRelay(job, shell, upstream, self._tracer)
-        self._intake = Intake(job, self._views, self._owner.put, self._tracer, self._link.welcome.trace)
+        self._intake = self._intake_of(job, self._views, self._owner.put, self._tracer, self._link.welcome.trace)
         return upstream
 
     def _tell_time(self) -> None:

@@ -13,43 +13,8 @@ import msgspec
 from rallypoint.config import JobConfig, parse, record_of
 from rallypoint.config.keys import GROUPS
 from rallypoint.coordinator import inbox
-from rallypoint.core.protocol import (
-    Accounted,
-    AnyOrder,
-    Applied,
-    AuditFound,
-    Beat,
-    CaughtUp,
-    Contributed,
-    Disproved,
-    Done,
-    Evaluated,
-    Evaluates,
-    GiveUp,
-    Hello,
-    Knows,
-    Leaving,
-    Message,
-    NotStored,
-    Offers,
-    Propose,
-    Reached,
-    Refused,
-    Release,
-    Report,
-    Resize,
-    Sampled,
-    Say,
-    ScriptAt,
-    Skipped,
-    SnapshotWanted,
-    Stop,
-    Stored,
-    Unrestored,
-    Updated,
-    Welcome,
-    expect,
-)
+from rallypoint.core import protocol as said
+from rallypoint.core.protocol import Beat, Hello, Message, Propose, Refused, Report, Resize, Welcome, expect
 from rallypoint.errors import AccessDenied, ConfigError, CorruptFrame, LinkClosed, LinkError, LinkReset, ProtocolError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
@@ -66,15 +31,17 @@ _AGE_S = 1e9  # no wait is longer
 
 _MAY_SAY: dict[str, tuple[type, ...]] = {
     "worker": (
-        *(Knows, Propose, Beat, Report, Leaving, Stored, NotStored, Say, Stop, Done, GiveUp),
-        *(Evaluates, Evaluated, Contributed, Sampled, Offers, ScriptAt, Reached),
+        *(said.Knows, Propose, Beat, Report, said.Leaving, said.Stored, said.NotStored, said.Say, said.Stop),
+        *(said.Done, said.GiveUp),
+        *(said.Evaluates, said.Evaluated, said.Contributed, said.Sampled, said.Offers, said.ScriptAt, said.Reached),
     ),
     "server": (
-        *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
-        *(Updated, AuditFound, Sampled, Unrestored),
+        *(said.Knows, Beat, said.Applied, said.Accounted, said.CaughtUp, said.Disproved, said.Leaving, said.Stored),
+        *(said.NotStored, said.Skipped, said.Say, said.GiveUp),
+        *(said.Updated, said.AuditFound, said.Sampled, said.Unrestored),
     ),
-    "aggregator": (Knows, Beat, Say, Sampled),
-    "observer": (SnapshotWanted, Resize, Release, *get_args(AnyOrder)),
+    "aggregator": (said.Knows, Beat, said.Say, said.Sampled),
+    "observer": (said.SnapshotWanted, Resize, said.Release, *get_args(said.AnyOrder)),
 }
 
 

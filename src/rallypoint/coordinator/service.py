@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -77,6 +77,9 @@ class CoordinatorService:
     owner's thread.
     """
 
+    _clock: Callable[[], float] = staticmethod(time.monotonic)
+    _journal_of, _owner_of = Journal, Owner  # the simulation has others
+
     def __init__(
         self, *, terms: Terms, token: str = "", bind: str = "127.0.0.1:0", advertise: str = "",
         join_info: JoinInfo | None = None, transport: Transport | None = None,
@@ -100,7 +103,7 @@ class CoordinatorService:
         the job's own.
         """
         me = Identity("coordinator", "", role_token(self._token, "coordinator"))
-        self._journal = Journal(self._join_info.folder)
+        self._journal = self._journal_of(self._join_info.folder)
         me = replace(me, secret=job_secret(self._journal.secret, me.token))
         self._persistence = Persistence(self._journal, lambda text: self._owner.put(inbox.SentenceSaid(text)))
         recovered = self._journal.load()
@@ -108,7 +111,7 @@ class CoordinatorService:
         word = None if recovered is None or self._resume is not None else recovered.last_word
         self._ended_before = "" if word is None else f"failed: {word.reason}" if isinstance(word, Abort) else "finished"
         self._shell = CoordinatorShell(
-            self._terms, time.monotonic(), recovered=recovered, resume=self._resume, secret=me.secret
+            self._terms, self._clock(), recovered=recovered, resume=self._resume, secret=me.secret
         )
         observed(self._shell.machine, "coordinator")
         self._log = EventLog(self._join_info.folder)
@@ -116,7 +119,7 @@ class CoordinatorService:
         if self._announced is not None:
             self._watching["the job's metrics"] = self._announced
         self._fingerprints = FingerprintLog(self._join_info.folder, self.say)
-        self._owner = Owner(self._handle, tick_seconds(self._terms))
+        self._owner = self._owner_of(self._handle, tick_seconds(self._terms))
         self._keeper = self._open_keeper()
         for act in self._shell.start():
             self._do(act)
@@ -243,10 +246,10 @@ class CoordinatorService:
     # ---- on the owner's thread ----
 
     def _handle(self, event: inbox.Event) -> None:
-        for act in self._shell.handle(event, time.monotonic()):
+        for act in self._shell.handle(event, self._clock()):
             self._do(act)
         if isinstance(event, inbox.Ticked):
-            self._persistence.tick(time.monotonic())
+            self._persistence.tick(self._clock())
         with self._changed:
             self._changed.notify_all()
 
@@ -263,7 +266,7 @@ class CoordinatorService:
             case acts.Record(member=member, claim=claim):
                 self._fingerprints.add(member, claim)
             case acts.Save(state=state, needed=needed):
-                self._persistence.save(state, time.monotonic(), needed=needed)
+                self._persistence.save(state, self._clock(), needed=needed)
             case acts.Over(failure=failure):
                 self._failure = failure
                 self._over.set()
@@ -285,5 +288,4 @@ class CoordinatorService:
 
 
 def _channel(connection: inbox.Connection) -> Channel:
-    assert isinstance(connection, Channel)
-    return connection
+    return cast(Channel, connection)

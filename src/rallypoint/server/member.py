@@ -209,6 +209,7 @@ class ListeningMember(ABC):
 
     role: ClassVar[str]
     serves: ClassVar[tuple[str, ...]]  # the roles that may connect
+    _owner_of = OwnerThread  # the simulation has another
 
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", bind: str = "127.0.0.1:0",
@@ -220,7 +221,7 @@ class ListeningMember(ABC):
         self._transport: Transport = transport or TcpTransport()
         self._tracer = Tracer(id)
         self._views = Views()
-        self._owner = OwnerThread(self.failed)
+        self._owner = self._owner_of(self.failed)
         self._links: ServerLinks | None = None  # the job's, once it is known
         self._in_place = InPlace()
         self._joined = threading.Event()

@@ -110,6 +110,8 @@ class ServerService(ListeningMember):
 
     role, waits_for = "server", "its part of the parameters"
     serves = ("worker", "server", "aggregator")
+    _intake_of: type[Intake] = Intake
+    _writer_of = SnapshotWriter
 
     _reducer: Reducer | None = None  # the job's, once it is known
 
@@ -147,9 +149,9 @@ class ServerService(ListeningMember):
         torch.set_num_threads(about.threads)  # a norm is a sum, which torch cuts by them
         writer = None
         if about.snapshots:
-            writer = SnapshotWriter(about.snapshots, cast(Compression, about.compression), self.id, self._link.send)
+            writer = self._writer_of(about.snapshots, cast(Compression, about.compression), self.id, self._link.send)
         self._skipped = Once()  # of one contribution, each of its shards says so
-        self._intake = Intake(job, self._views, self._owner.put, self._tracer, about.trace)
+        self._intake = self._intake_of(job, self._views, self._owner.put, self._tracer, about.trace)
         threads = update_threads() if self._owner.alone else 0
         self._reducer = Reducer(self.id, job, self, self._owner.put, self._tracer, writer, about.snapshots, threads)
         self._owner.handler = self._reducer

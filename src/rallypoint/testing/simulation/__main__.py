@@ -12,23 +12,11 @@ from typing import Annotated
 import typer
 
 from rallypoint.core.policy import AllReduce, Sync
+from rallypoint.testing.simulation import policies
 from rallypoint.testing.simulation.operating.story import described
 from rallypoint.testing.simulation.operating.story import explain as told
 from rallypoint.testing.simulation.plan import make_plan
-from rallypoint.testing.simulation.policies import (
-    WORDS,
-    Audited,
-    AuditedWrong,
-    Carrying,
-    Deciding,
-    Keyed,
-    PausedPlay,
-    Played,
-    ResumedPlay,
-    Scaled,
-    Uneven,
-    parse_policy,
-)
+from rallypoint.testing.simulation.policies import Played
 from rallypoint.testing.simulation.run import SimulationFailed, simulate
 
 _CHUNK = 10
@@ -42,13 +30,13 @@ def main(
         bool, typer.Option("--explain", help="Of --seed: which of its faults matter, and what led to its failure.")
     ] = False,
     policy: Annotated[
-        str, typer.Option(help=f"One of {WORDS}.")
+        str, typer.Option(help=f"One of {policies.WORDS}.")
     ] = "sync",
 ) -> None:
     """Play seeded plans of faults on a simulated cluster, whatever happens: with `sync` the same bytes, else every
     contribution counted once; no stuck wait."""
     try:
-        sync = parse_policy(policy)
+        sync = policies.parse_policy(policy)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if seed >= 0 and explain:
@@ -65,10 +53,10 @@ def main(
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
     job = sync
-    while isinstance(job, PausedPlay | Uneven | ResumedPlay):
+    while isinstance(job, policies.PausedPlay | policies.Uneven | policies.ResumedPlay):
         job = job.of
-    alone = (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong())
-    same = job in (*alone, Keyed()) or isinstance(job, Carrying)
+    alone = (Sync(), AllReduce(), policies.Scaled(), policies.Deciding(), policies.Audited(), policies.AuditedWrong())
+    same = job in (*alone, policies.Keyed()) or isinstance(job, policies.Carrying)
     well = "all ended with the same bytes" if same else "all ended with every contribution counted once"
     verdict = f"{len(failures)} failed" if failures else well
     print(f"{policy}: {seeds} seeds from {first} in {time.monotonic() - start:.1f} s: {verdict}")

@@ -1,38 +1,147 @@
-"""A simulated coordinator: the real machine and the real shell, and a journal that outlives it."""
+"""A simulated coordinator: the product's service, journal and keeper of snapshots, on a played disk and clock."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 
 from rallypoint.coordinator import acts, inbox
-from rallypoint.coordinator.owner import tick_seconds
-from rallypoint.coordinator.shell import CoordinatorShell
-from rallypoint.core.cluster.effects import FindSnapshot
-from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
+from rallypoint.coordinator.connections import Checks
+from rallypoint.coordinator.journal import JOURNAL, Journal, kept_state
+from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.placing.links import MeasuredLinks
 from rallypoint.core.plan.measured import LinkSpeeds
-from rallypoint.core.protocol import Aborted, Finished, Hello, Message, Metrics, Report, Say
+from rallypoint.core.protocol import Aborted, Finished, Hello, Message, Metrics, Report, Say, decode, encode
 from rallypoint.core.view import ViewNumber
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
-from rallypoint.testing.simulation.network import Node, Wire, World, watch
+from rallypoint.testing.simulation.network import Node, PlayedCondition, PlayedThread, Wire, World, watch
 from rallypoint.testing.simulation.operating.copies import CopiesWatch
 from rallypoint.testing.simulation.store import SimulatedStore
 
+_MEMORY = Path("/dev/shm")  # no disk is waited for
+_LOG = f"{JOURNAL}-wal"
+_KILL = acts.Over("it is killed")  # what it has written down is all that the next one knows
 
-@dataclass
+
 class Disk:
-    """What a coordinator leaves to the next. While it is `full`, nothing can be written; `started`: how many began."""
+    """Where coordinators keep their journal: each finds the files as a kill has left them, with a part of a write that
+    nobody has heard of.
 
-    state: ClusterState | None = None
-    full: bool = False
-    started: int = 0
+    While it is `full`, nothing can be written but what is needed. `started`: how many coordinators began.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.full, self.started = False, 0
+        self._random, self._root, self._journals = random.Random(f"the disk of {seed}"), "", list[Journal]()
+
+    @property
+    def state(self) -> ClusterState | None:
+        """What the next coordinator finds."""
+        return kept_state(Path(self._journals[-1].path).parent) if self._journals else None
+
+    def open(self) -> Journal:
+        """The journal of the next coordinator."""
+        self._root = self._root or tempfile.mkdtemp(dir=_MEMORY if _MEMORY.is_dir() else None)
+        folder = self._folder()
+        if self._journals:
+            _copy(Path(self._journals[-1].path).parent, folder)
+            self._tear(folder, self._folder())
+        self._journals.append(journal := Journal(str(folder)))
+        journal._db.execute("pragma synchronous=off")  # what a kill leaves is played
+        return journal
+
+    def close(self) -> None:
+        """Nobody needs it any more."""
+        for journal in self._journals:
+            journal.close()
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _folder(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self._root))
+
+    def _tear(self, folder: Path, aside: Path) -> None:
+        """Write what nobody may ever find, up to a byte before its end at most."""
+        _copy(folder, aside)
+        journal = Journal(str(aside))
+        if (state := journal.load()) is not None:
+            journal.save(msgspec.structs.replace(state, record=None, view=None, begun=False))
+            before, after = ((place / _LOG).read_bytes() for place in (folder, aside))
+            if after.startswith(before):  # else SQLite has begun the log anew
+                (folder / _LOG).write_bytes(after[: self._cut(len(before), len(after))])
+        journal.close()
+
+    def _cut(self, before: int, after: int) -> int:
+        return self._random.randrange(before, after)
+
+
+def _copy(before: Path, folder: Path) -> None:
+    for file in (JOURNAL, _LOG):  # what else there is SQLite makes anew
+        shutil.copy(before / file, folder)
+
+
+class _Owner:
+    """What `Owner` is to real coordinators: it takes events as they come."""
+
+    def __init__(self, node: Node, handle: Callable[[inbox.Event], None], tick_s: float) -> None:
+        self._node, self._handle, self._tick_s = node, handle, tick_s
+        self._inbox, self._busy = deque[inbox.Event](), False
+
+    def start(self) -> None:
+        """The clock begins."""
+        self.put(inbox.Ticked())
+        self._node.later(self._tick_s, self.start)
+
+    def put(self, event: inbox.Event) -> None:
+        """Handle the event, after the one in progress."""
+        self._inbox.append(event)
+        while self._inbox and not self._busy and self._node.alive:
+            self._busy = True
+            self._handle(self._inbox.popleft())
+            self._busy = False
+
+
+class _Tasks:
+    """The queue of a keeper of snapshots that is played: one task after the other, some of which take a while."""
+
+    def __init__(self, node: Node) -> None:
+        self._node, self._free = node, 0.0
+
+    def put(self, task: tuple[str, Callable[[], None]]) -> None:
+        world, (doing, call) = self._node.world, task
+        takes = {"the manifest": 2, "the search f": 1}.get(doing[:12], 0)
+        self._free = max(self._free, world.now + takes * (world.latency() if takes else 0.0))
+        self._node.later(self._free - world.now, call)
+
+
+@dataclass(frozen=True)
+class _Channel:
+    """What a channel is to real coordinators: the accepting end of a wire."""
+
+    wire: Wire
+
+    @property
+    def connection(self) -> Any:
+        return SimpleNamespace(close=lambda: self.wire.close(1))
+
+    def send_message(self, message: Message) -> None:
+        self.wire.send(1, message)
+
+    def refuse(self, reason: str, *, final: bool = False) -> None:
+        self.wire.cut()
 
 
 @dataclass
@@ -48,107 +157,99 @@ class Outcome:
     copies: CopiesWatch = field(default_factory=CopiesWatch)
 
 
-class SimulatedCoordinator:
+class SimulatedCoordinator(CoordinatorService):
     """One coordinator process."""
 
     def __init__(
         self, world: World, job: SimulatedJob, terms: Terms, store: SimulatedStore, disk: Disk, outcome: Outcome,
         resume: Resumed | None = None,
     ) -> None:  # fmt: skip
-        self.node, self.job, self.store, self.disk, self.outcome = Node(world, COORDINATOR), job, store, disk, outcome
-        self._tick_s = tick_seconds(terms)
-        self._unsaved: ClusterState | None = None
+        self.node, self.job, self.outcome = Node(world, COORDINATOR), job, outcome
+        self._disk, self._checks = disk, Checks()
         terms = msgspec.structs.replace(terms, earlier=disk.started)
         disk.started += 1
-        self.shell = CoordinatorShell(terms, self._time, recovered=disk.state, resume=resume)
-        if terms.measure_links:  # a simulated job takes a few seconds: shards move soon, and often
-            links = MeasuredLinks(LinkSpeeds(least=1.0), settle_s=0.0, rest_s=0.3)
-            self.shell.machine.course.links = links
-        watch(self.shell.machine, COORDINATOR)
+        about = JoinInfo(snapshots=store.url, retention=store.retention)
+        super().__init__(terms=terms, join_info=about, resume=resume, announced=self._tell)
+        self._clock = lambda: world.now + 1.0  # 0 is no time to the machine
+        self._journal_of = cast(Any, lambda folder: disk.open())
+        self._owner_of = cast(Any, lambda *about: _Owner(self.node, *about))
         world.acceptors[COORDINATOR] = self
-        self._do(self.shell.start())
-        self._tick()
+        self.start()
 
     @property
     def machine(self) -> ClusterMachine:
         """The machine in the shell."""
-        return self.shell.machine
+        return self._shell.machine
 
-    @property
-    def _time(self) -> float:
-        return self.node.world.now + 1.0  # 0 is no time to the machine
+    def _open_keeper(self) -> SnapshotKeeper | None:
+        thread = PlayedThread(self.node, (writer := self._persistence._writer)._run)
+        writer._thread = cast(Any, SimpleNamespace(ident=0))
+        writer._changed = cast(Any, PlayedCondition(thread))
+        if self._terms.measure_links:  # a simulated job takes a few seconds: shards move soon, and often
+            links = MeasuredLinks(LinkSpeeds(least=1.0), settle_s=0.0, rest_s=0.3)
+            self.machine.course.links = links
+        watch(self.machine, COORDINATOR)
+        decide = self._shell.handle
+        self._shell.handle = lambda event, now: self._decided(decide(event, now))  # type: ignore[method-assign]
+        if (keeper := super()._open_keeper()) is not None:
+            keeper.stop()[0].join()
+            keeper._tasks = cast(Any, _Tasks(self.node))
+        return keeper
 
-    def _write(self) -> None:
-        self.disk.state, self._unsaved = self._unsaved, None
-
-    def _tick(self) -> None:
-        self._handle(inbox.Ticked())
-        if self._unsaved is not None and not self.disk.full:
-            self._write()
-        self.node.later(self._tick_s, self._tick)
+    def _listen(self, me: Any) -> Any:
+        return SimpleNamespace(address="127.0.0.1:1")
 
     # ---- connections ----
 
     def accept(self, wire: Wire, hello: Hello) -> str:
-        wire.on_message[1] = lambda message: self._receive(wire, hello, message)
-        wire.on_close[1] = lambda: self._handle(inbox.Closed(wire, hello, "its connection ended", wire.ended))
-        self._handle(inbox.Opened(wire, hello))
+        channel, put = _Channel(wire), self._owner.put
+        wire.on_message[1] = lambda message: self._receive(channel, hello, message)
+        wire.on_close[1] = lambda: put(inbox.Closed(channel, hello, "its connection ended", wire.ended))
+        put(inbox.Opened(channel, hello))
         return ""
 
-    def _receive(self, wire: Wire, hello: Hello, message: Message) -> None:
-        if isinstance(message, Report) and self.shell.members.get(hello.id) is wire:
+    def _receive(self, channel: _Channel, hello: Hello, message: Message) -> None:
+        if isinstance(message, Report) and self._shell.members.get(hello.id) is channel:
             done = (hello.id, message.step, message.replica)
             if not (message.repeated and done in self.outcome.computed):
                 self.outcome.computed.append(done)
-        self._handle(inbox.Received(wire, hello, message))
+        arrived = self._checks.checked(decode(encode(message)), hello)
+        self._owner.put(inbox.Received(channel, hello, arrived))
 
     # ---- acts ----
 
-    def _handle(self, event: inbox.Event) -> None:
-        todo = self.shell.handle(event, self._time)
+    def _decided(self, todo: list[acts.Act]) -> list[acts.Act]:
+        needed = any(isinstance(act, acts.Save) and act.needed for act in todo)
+        self._journal._db.execute(f"pragma query_only={self._disk.full and not needed:d}")
         self.outcome.copies.look(self.machine)
         if (view := self.machine.view) is not None and view.orders.paused is not None:
             self.outcome.paused.add((view.generation, view.orders.paused))
-        saved = any(isinstance(act, acts.Save) for act in todo)
-        if saved and self.shell.last_word is None and self.node.world.spring("half said"):
-            first = next(i for i, act in enumerate(todo) if isinstance(act, acts.Save))
-            self._do(todo[: self.node.world.random.randint(first + 1, len(todo))])
-            self.node.kill()  # what it has written down is all that the next one knows
-        else:
-            self._do(todo)
+        first = next((i for i, act in enumerate(todo) if isinstance(act, acts.Save)), -1)
+        if first >= 0 and self._shell.last_word is None and self.node.world.spring("half said"):
+            todo = todo[: self.node.world.random.randint(first + 1, len(todo))]
+            todo.append(_KILL)
+        return todo
 
-    def _do(self, todo: Sequence[acts.Act]) -> None:
-        for act in todo:
-            match act:
-                case acts.Save(state=state, needed=needed):
-                    self._unsaved = state
-                    if needed or not self.disk.full:
-                        self._write()
-                case acts.SendMessage(connection=Wire() as wire, message=message):
-                    if isinstance(message, Finished) and self.shell.last_word is None:
-                        self._check_dismissed(wire)
-                    wire.send(1, message)
-                case acts.RefuseConnection(connection=Wire() as wire) | acts.Close(connection=Wire() as wire):
-                    wire.cut() if isinstance(act, acts.RefuseConnection) else wire.close(1)
-                case acts.AppendLog(message=message):
-                    self._note(message)
-                case acts.CommitSnapshot():
-                    self.node.later(self.node.world.latency() * 2, lambda act=act: self._commit(act))  # type: ignore[misc]
-                case FindSnapshot():
-                    self.node.later(self.node.world.latency(), self._find)
-                case _:
-                    pass
+    def _do(self, act: acts.Act) -> None:
+        match act:
+            case acts.Over() if act is _KILL:
+                self.node.kill()
+            case acts.SendMessage(connection=_Channel() as channel, message=Finished()):
+                if self._shell.last_word is None:
+                    self._check_dismissed(channel)
+        if self.node.alive:
+            super()._do(act)
 
-    def _check_dismissed(self, wire: Wire) -> None:
+    def _check_dismissed(self, channel: _Channel) -> None:
         """A server that may go was told to go, and the view has no shard on it."""
-        server = next(name for name, of in self.shell.members.items() if of is wire)
+        server = next(name for name, of in self._shell.members.items() if of is channel)
         view, members = self.machine.view, self.machine.course.members
         assert view is not None
         assert server in members.leaving, f"{server} is dismissed, and was not told to go"
         held = server in view.holders and not self.job.stateful_workers
         assert not held, f"{server} is dismissed, and has shards in view {view.number}"
 
-    def _note(self, message: object) -> None:
+    def _tell(self, message: object) -> None:
         match message:
             case Say(text=text):
                 self.outcome.said.append(f"{self.node.world.now:.2f} {text}")
@@ -159,19 +260,3 @@ class SimulatedCoordinator:
                 self.outcome.finished = True
             case Aborted(reason=reason):
                 self.outcome.aborted = reason
-
-    def _commit(self, act: acts.CommitSnapshot) -> None:
-        known = (act.stop, act.decided)
-        if self.store.commit(act.snapshot, act.version, self._versions(act.version), known, act.origin):
-            self._handle(inbox.SnapshotCommitted(act.snapshot, act.version, 0, 0.0))
-        else:
-            self._handle(SnapshotLost(act.snapshot, "no space left"))
-
-    def _versions(self, version: int) -> list[int | None]:
-        """What the store must hold of each shard; None where no version is common to all."""
-        shards = range(self.job.shards)
-        any_version = self.job.policy.streaming or self.job.config.keyed
-        return [None if any_version else self.job.cadence.updates_before(s, version) for s in shards]
-
-    def _find(self) -> None:
-        self._handle(SnapshotFound(*self.store.newest()))

@@ -19,22 +19,8 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.modes import StateHolder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
-from rallypoint.testing.simulation.replicas.contents import (
-    FIRST_SCALE,
-    SCALING,
-    AuditedJob,
-    Content,
-    Mean,
-    Names,
-    Rounds,
-    State,
-    Trained,
-    combine,
-    layout_of,
-    scale_after,
-    scale_of,
-    tree,
-)
+from rallypoint.testing.simulation.replicas import contents
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, Names, State, Trained, combine, tree
 from rallypoint.testing.simulation.replicas.script import ScriptStops, Undisturbed
 
 
@@ -63,7 +49,7 @@ class SimulatedJob:
     rules: Rules = field(default_factory=Rules)  # by which evaluations decide
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
     lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)  # states that were under way
-    audits: AuditedJob | None = None
+    audits: contents.AuditedJob | None = None
     carries: bool = False  # each replica carries a state: a shard for each, the last ones of the buffers
     fp16: bool = False  # it scales losses: the last shard of buffers has the loss scale, and `skip` is set
     buffer_shards: frozenset[int] = field(init=False)
@@ -110,7 +96,7 @@ class SimulatedJob:
         """The settings that a real job of this kind has."""
         config = JobConfig(
             replicas=self.replicas, steps=self.steps, clip=self.clip, batch=8,
-            precision="fp16" if self.fp16 else "fp32", loss_scale=SCALING,
+            precision="fp16" if self.fp16 else "fp32", loss_scale=contents.SCALING,
             nonfinite="skip" if self.skip else "stop", sync=self.sync, codec=self.codec,
             groups=tuple(Group(match=(), sync_every=every, sync_offset=offset) for every, offset in self.periods),
             evaluation=Evaluation(
@@ -125,7 +111,7 @@ class SimulatedJob:
         """Shards of 16 words, the last of which are buffers."""
         own = [0, *range(2, 2 + len(self.periods))]
         carried = self.replicas if self.carries else 0
-        return layout_of(self.shards, self.buffer_shards, sorted(self.table_shards), own, carried)
+        return contents.layout_of(self.shards, self.buffer_shards, sorted(self.table_shards), own, carried)
 
     @cached_property
     def cadence(self) -> Cadence:
@@ -163,9 +149,9 @@ class SimulatedJob:
         return isinstance(self.sync, LocalSteps) and self.sync.delay > 0
 
     @cached_property
-    def rounds(self) -> Rounds:
+    def rounds(self) -> contents.Rounds:
         """What a replica computes in a round, where there is a delay."""
-        return Rounds(self.cadence, self.config.steps_per_round, self.config.steps_ahead(0))
+        return contents.Rounds(self.cadence, self.config.steps_per_round, self.config.steps_ahead(0))
 
     def averages(self, shard: int) -> bool:
         """Do servers have no more of this shard than the mean of its contributions?"""
@@ -252,7 +238,7 @@ class SimulatedJob:
 
     def first(self, shard: int, worker: str = "") -> Content:
         """Version 0; the same whichever worker brings it."""
-        named = FIRST_SCALE if shard == self.scale_shard else combine(7, shard)
+        named = contents.FIRST_SCALE if shard == self.scale_shard else combine(7, shard)
         return named if self.same_bytes else frozenset()
 
     def gradient(self, shard: int, step: int, replica: int, model: Iterable[Content]) -> Content:
@@ -346,7 +332,7 @@ class SimulatedJob:
                 finished = [self._summed([own[shard] for own in pushed]) for shard in range(self.shards)]
             else:
                 finished = [self._finished(shard, step, model, residuals, inner) for shard in range(self.shards)]
-            scale = self._scale(step, finished, scale_of(model[-1]) if self.fp16 else 1.0)
+            scale = self._scale(step, finished, contents.scale_of(model[-1]) if self.fp16 else 1.0)
             models.append([
                 self._next(shard, master, finished[shard], self.cadence.updates_before(shard, step), scale,
                            decisions.rate(step))
@@ -395,7 +381,7 @@ class SimulatedJob:
     def _next(self, shard: int, master: Content, finished: Content, step: int, scale: float | None,
               rate: int) -> Content:  # fmt: skip
         if shard == self.scale_shard:
-            return scale_after(master, skipped=scale is None)
+            return contents.scale_after(master, skipped=scale is None)
         decided = self.skip or shard not in self.buffer_shards
         if decided and scale is None:
             return master

@@ -3,28 +3,17 @@ an observer's, which says one order."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
-from rallypoint.core.protocol import (
-    Admitted,
-    AnyOrder,
-    Beat,
-    Hello,
-    Knows,
-    Message,
-    NewView,
-    Ordered,
-    Resize,
-    ViewChange,
-    decode,
-    encode,
-)
+from rallypoint.core import protocol
+from rallypoint.core.protocol import Beat, Hello, Message, NewView, Resize, decode, encode
+from rallypoint.core.view import Member
 from rallypoint.net.member import LastReports, ViewReceiver
 from rallypoint.testing.simulation.network import Node, Wire
 
@@ -38,14 +27,15 @@ class SimulatedMembership:
 
     def __init__(
         self, node: Node, role: str, on_message: Callable[[Any], None], on_admitted: Callable[[bool], None],
-        address: str = "", beat: Callable[[], Beat] = Beat,
+        address: str = "", beat: Callable[[], Beat] = Beat, snapshots: str = "",
     ) -> None:  # fmt: skip
-        self._say_beat = beat
+        self._say_beat, self.welcome = beat, protocol.Welcome(snapshots=snapshots)
+        self.credentials = SimpleNamespace(me=Member(node.name, "host"))
         self.node, self.role, self.address, self.incarnation = node, role, address, 0
         self._on_message, self._on_admitted = on_message, on_admitted
         self._wire: Wire | None = None
         self._admitted = False
-        self._knows, self._views = Knows(), ViewReceiver()  # the newest view that came; those of the connection
+        self._knows, self._views = protocol.Knows(), ViewReceiver()  # the newest view; those of the connection
         self._unsent: deque[Message] = deque()
         self._reports = LastReports()
         self._connect()
@@ -90,20 +80,20 @@ class SimulatedMembership:
         self.node.later(RETRY_S, self._connect)
 
     def _receive(self, message: Any) -> None:
-        if isinstance(message, NewView | ViewChange):
+        if isinstance(message, NewView | protocol.ViewChange):
             arrived = decode(encode(message))  # as from a socket: where a float belongs, a whole number becomes one
-            assert isinstance(arrived, NewView | ViewChange), arrived
+            assert isinstance(arrived, NewView | protocol.ViewChange), arrived
             message = self._views.take(arrived)
         known = self._knows.view
         if isinstance(message, NewView) and (known is None or message.view.number > known.number):
-            self._knows = Knows(message.view, message.proof)
+            self._knows = protocol.Knows(message.view, message.proof)
             self.node.world.note("view", self.node.name, -1, -1, message.view.number, more=message.view)
         match message:
-            case Admitted(incarnation=incarnation):
+            case protocol.Admitted(incarnation=incarnation):
                 new, self.incarnation = incarnation != self.incarnation, incarnation
                 self._admitted = True
                 if new:
-                    self._knows = Knows()
+                    self._knows = protocol.Knows()
                     self._unsent.clear()  # said by somebody who was given up
                     self._reports.forget()
                 assert self._wire is not None
@@ -120,7 +110,7 @@ class SimulatedMembership:
 
 _SPEEDS = (0.05, 0.3, 0.5, 1.0, 1.0, 1.0, 3.0)
 _CHANGES_S = 1.1  # so long a link stays as it is
-_NONSENSE = (0.0, -1.0, math.nan, math.inf, 1e15, 1.0)
+_NONSENSE = (0.0, 0.0, 1e-9, 1e15, 1e15, 1.0)  # others than these are refused as they arrive
 
 
 def with_paces(beat: Beat, node: Node, role: str) -> Beat:
@@ -132,7 +122,7 @@ def with_paces(beat: Beat, node: Node, role: str) -> Beat:
     servers = [name for name in world.nodes if name.startswith("server")] if role != "server" else [node.name]
     chance = random.Random(f"{node.name} {period}")
     if chance.random() < 1 / 7:
-        lies = {server: (chance.choice(_NONSENSE), chance.choice(_NONSENSE)) for server in servers}
+        lies = {server: (chance.choice(_NONSENSE), min(1.0, chance.choice(_NONSENSE))) for server in servers}
         return msgspec.structs.replace(beat, paced=lies)
     speeds = {server: random.Random(f"{server} {period}").choice(_SPEEDS) for server in servers}
     return msgspec.structs.replace(beat, paced={server: (1e6 * speed, 0.9) for server, speed in speeds.items()})
@@ -142,7 +132,7 @@ class Given:
     """One order, given to the coordinator until it is answered (a resize: announced): `heard(answer, again)`; `again`:
     an answer was lost before this one."""
 
-    def __init__(self, node: Node, order: AnyOrder | Resize, heard: Callable[[Any, bool], None]) -> None:
+    def __init__(self, node: Node, order: protocol.AnyOrder | Resize, heard: Callable[[Any, bool], None]) -> None:
         self._node, self._order, self._heard, self._again = node, order, heard, False
         self._connect()
 
@@ -163,12 +153,12 @@ class Given:
         self._retry()
 
     def _receive(self, wire: Wire, message: Any) -> None:
-        answers = isinstance(message, Ordered) and message.kind == type(self._order).__name__
+        answers = isinstance(message, protocol.Ordered) and message.kind == type(self._order).__name__
         if not (message == self._order if isinstance(self._order, Resize) else answers):
             return
         wire.on_message[0], wire.on_close[0] = lambda _: None, lambda: None
         wire.close(0)
-        if isinstance(message, Ordered) and "too many orders" in message.text:
+        if isinstance(message, protocol.Ordered) and "too many orders" in message.text:
             self._retry()
         else:
             self._heard(message, self._again)

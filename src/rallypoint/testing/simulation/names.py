@@ -1,14 +1,14 @@
 """What a simulated server's own reducer holds and sends: names in place of tensors, wires in place of channels.
 
 `server/reducer.py` and its parts are the product's own; here is what they are given: shards (`NamedShards`), buffers,
-channels, a writer of snapshots, and restores without threads.
+channels.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ import numpy as np
 
 from rallypoint.core.audits import Audits
 from rallypoint.core.layout import Shard
-from rallypoint.core.protocol import NotStored, Stored
+from rallypoint.core.protocol import Finished, Prepare
 from rallypoint.core.shard.effects import Apply
 from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import LinkError
@@ -28,14 +28,15 @@ from rallypoint.net.frames import Header, Kind
 from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
-from rallypoint.server import inbox, member
+from rallypoint.server import inbox
 from rallypoint.server.held import ShardFactory
 from rallypoint.server.intake import FrameChecks, Intake
 from rallypoint.server.job import ServerJob
-from rallypoint.server.snapshots import Restores
+from rallypoint.server.member import ListeningMember, Views
 from rallypoint.store.record import Array, ShardRecord, decode_record
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.member import COORDINATOR, SimulatedMembership
 from rallypoint.testing.simulation.network import RETRY_S, Call, Node, Tokens, Wire, World
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, scale_after, scale_of
 from rallypoint.worker.exchange.links import ExchangeContext
@@ -46,14 +47,6 @@ if TYPE_CHECKING:
 NBYTES = 64  # of every payload, but for a table's first version
 TOKEN = 8  # bytes that stand for a name where memory is real
 Frame = tuple[Header, Any]
-
-
-class PlayedViews(member.Views):
-    """The views of one member."""
-
-    def knows(self, number: ViewNumber) -> bool:
-        """Has the view of this number come?"""
-        return self._fence.has_come(number)
 
 
 class NamedPool:
@@ -120,8 +113,8 @@ class _NamedChecks(FrameChecks):
 class NamedIntake(Intake):
     """Reads frames of names."""
 
-    def __init__(self, job: ServerJob, views: PlayedViews, put: Callable[[inbox.Event], None], name: str) -> None:
-        super().__init__(job, views, cast(Any, put), Tracer(name), (0, 0))
+    def __init__(self, job: ServerJob, *about: Any) -> None:
+        super().__init__(job, *about)
         self._checks = _NamedChecks(job)
         if (audits := job.plan.audits) is not None:
             self._pushed = partial(_with_digest, audits)
@@ -321,7 +314,7 @@ class WireChannel:
         asked: shard and pull -> the rows, or the step and the replica that it is for.
     """
 
-    def __init__(self, wire: Wire, end: int, name: str, views: PlayedViews | None = None) -> None:
+    def __init__(self, wire: Wire, end: int, name: str, views: Views | None = None) -> None:
         """`views`: a frame of a view that has not come waits for it, and what comes behind it too."""
         self.name, self.number = name, wire.number
         self.connection = SimpleNamespace(
@@ -367,7 +360,7 @@ class WireChannel:
     def drain(self) -> None:
         """Receive what has come, as far as its views have."""
         while self._waiting and not self._paused:
-            if self._views is not None and not self._views.knows(self._waiting[0][0].view):
+            if self._views is not None and not self._views._fence.has_come(self._waiting[0][0].view):
                 return
             self._frame = self._waiting.popleft()
             self.owed += self._owes and self._frame[0].kind in (Kind.PUSH, Kind.INITIAL, Kind.STATE)
@@ -519,7 +512,7 @@ class SimulatedTransport:
 
     node: Node
     role: str
-    views: PlayedViews | None = None
+    views: Views | None = None
     channels: list[WireChannel] = field(default_factory=list)
     dialer: ClassVar[type[SimulatedDialer]] = SimulatedDialer
 
@@ -530,77 +523,33 @@ class SimulatedTransport:
         return ExchangeContext(me, cast(Transport, self), Tracer(self.node.name), lambda said: None)
 
 
-class NamedWriter:
-    """Writes records into the simulated store, each after a while."""
+class PlayedMember(ListeningMember):
+    """A server or an aggregator: the product's, without sockets and threads. Its owner takes events as they come."""
 
-    wants_more = True
+    def __init__(self, node: Node, job: SimulatedJob, snapshots: str = "") -> None:
+        self.node = node
+        self._owner_of = cast(Any, lambda failed: SimpleNamespace(put=self._take, alone=False))
+        transport: Any = SimulatedTransport(node, self.role)
+        super().__init__(id=node.name, coordinator=COORDINATOR, transport=transport)
+        self.channels, backlog = transport.channels, SimpleNamespace(allow=lambda *most: None)
+        self._gate = cast(Any, SimpleNamespace(backlog=backlog))
+        self.membership = SimulatedMembership(
+            node, self.role, self._on_message, self._on_admitted, node.name, self._beat, snapshots
+        )
+        self._link = cast(Any, self.membership)
+        self._on_message(Prepare(job.record))
+        node.world.acceptors[node.name] = cast(Any, self)
 
-    def __init__(self, server: SimulatedServer) -> None:
-        self.caught_up: Callable[[], None] = lambda: None
-        self._server, self._snapshot = server, ""
+    def failed(self, error: BaseException) -> None:
+        raise error
 
-    @property
-    def takes_records(self) -> bool:
-        """Is a snapshot in progress?"""
-        return bool(self._snapshot)
+    def _take(self, event: Any) -> None:
+        raise NotImplementedError
 
-    def begin(self, snapshot: str, shards: int) -> None:
-        """A snapshot begins."""
-        self._snapshot = snapshot
-
-    def copy(self, record: ShardRecord) -> ShardRecord:
-        """Names do not change."""
-        return record
-
-    def put(self, record: ShardRecord) -> None:
-        """Store a record."""
-        server, snapshot, index = self._server, self._snapshot, record.shard
-        if not snapshot:
-            return
-        states = {replica: bytes(array) for replica, array in record.codec_states.items()}
-        content = (server.world.tokens.of(record.arrays["master"])[0], record.clocks, states)
-        number = server.shell.fence.number
-
-        def write() -> None:
-            if server.store.write(snapshot, index, record.version, content):
-                server.world.note("stores", server.node.name, index, record.version, number, snapshot)
-                server.membership.send(Stored(snapshot, {}, {index: ("", 0, 0, "")}))
-            else:
-                server.membership.send(NotStored(snapshot, "no space left", -1))
-
-        server.node.later(server.world.latency() * 2, write)
-
-    def abandon(self) -> None:
-        """It is not wanted any more."""
-        self._snapshot = ""
-
-
-class NamedRestores(Restores):
-    """Reads from the simulated store, after a while."""
-
-    def __init__(self, server: SimulatedServer) -> None:
-        super().__init__(server.node.name, "", server.reducer_event, lambda text: None)
-        self._server = server
-
-    def begin(self, shards: Sequence[int], origin: str, generation: ViewNumber) -> None:
-        self.cancel()
-        self._missing = set(shards)
-
-        def restored() -> None:
-            for index in shards:
-                if self._server.shell.wants_state(index, generation):
-                    self._server.reducer_event(inbox.Restored(self._read_one(index, origin, generation), generation))
-
-        self._server.node.later(self._server.world.latency() * 4, restored)
-
-    def left_the_inbox(self) -> None:
-        """There is always room."""
-
-    def _read_one(self, index: int, origin: str, generation: ViewNumber) -> ShardRecord:
-        world = self._server.world
-        version, (content, clocks, states) = self._server.store.read(origin, index)
-        kept = dict[int, Array]()
-        for replica, state in states.items():  # what follows the name is what was sent last
-            residual = world.tokens.of(state[:TOKEN])._replace(generation=generation)
-            kept[replica] = np.frombuffer(bytes(world.tokens.bytes_of(residual)) + state[TOKEN:], np.uint8)
-        return ShardRecord(index, version, {"master": _array(world, (content, None))}, {}, clocks, kept)
+    def _on_message(self, message: Any) -> None:
+        super()._on_message(message)
+        for channel in list(self.channels):
+            channel.drain()
+        if isinstance(message, Finished):
+            self.membership.close()
+            self.node.kill()

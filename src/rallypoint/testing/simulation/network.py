@@ -413,9 +413,10 @@ class PlayedThread:
 
 
 class PlayedCondition:
-    """What `threading.Condition` is to real threads. `check` is called whenever the lock is free again."""
+    """What `threading.Condition` is to real threads. `check` is called whenever the lock is free again; without one
+    the thread that leaves it is never held up."""
 
-    def __init__(self, thread: PlayedThread, check: Call) -> None:
+    def __init__(self, thread: PlayedThread, check: Call | None = None) -> None:
         self._thread, self._check = thread, check
         self._depth = 0
         self._ready: Callable[[], bool] | None = None  # what the thread waits for
@@ -425,7 +426,7 @@ class PlayedCondition:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._depth -= 1
-        if self._depth or kind is not None:
+        if self._depth or kind is not None or self._check is None:
             return
         self._check()
         world = self._thread.node.world
@@ -433,10 +434,17 @@ class PlayedCondition:
             self._thread.sleep(world.latency() / 4)
 
     def wait_for(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """No time-out: who was not woken waits for ever."""
+        """No time-out: who was not woken waits for ever. Others than the thread wait as long as it runs."""
         while not ready():
-            self._ready, depth, self._depth = ready, self._depth, 0
-            self._check()
+            depth, self._depth = self._depth, 0
+            if not self._thread.runs:
+                self._ready = None
+                self._thread.play()
+                self._depth = depth
+                return ready()
+            self._ready = ready
+            if self._check is not None:
+                self._check()
             self._thread.wait()
             self._depth = depth
         return True

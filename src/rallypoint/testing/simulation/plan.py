@@ -14,29 +14,12 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.decisions import KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import LocalSteps, Sync
+from rallypoint.testing.simulation import policies as plays
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.keys import as_store
 from rallypoint.testing.simulation.operating.pauses import PAUSE, pauses
 from rallypoint.testing.simulation.operating.resuming import RESUME, resumed
-from rallypoint.testing.simulation.policies import (
-    Audited,
-    AuditedWrong,
-    Carrying,
-    CodecStatePlay,
-    Deciding,
-    Evaluating,
-    InnerStatePlay,
-    Keyed,
-    Mode,
-    PausedPlay,
-    Played,
-    Poisoned,
-    ResumedPlay,
-    Scaled,
-    Stopped,
-    TablesPlay,
-    Uneven,
-)
+from rallypoint.testing.simulation.policies import Mode, Played
 from rallypoint.testing.simulation.replicas.contents import AuditedJob
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
@@ -108,20 +91,23 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
 
 
 def _made(seed: int, played: Played) -> Plan:
-    around: dict[type, Callable[[Plan], Plan]] = {PausedPlay: _paused, Uneven: _uneven, ResumedPlay: resumed}
-    if isinstance(played, PausedPlay | Uneven | ResumedPlay):
+    around: dict[type, Callable[[Plan], Plan]] = {
+        plays.PausedPlay: _paused, plays.Uneven: _uneven, plays.ResumedPlay: resumed,
+    }  # fmt: skip
+    if isinstance(played, plays.PausedPlay | plays.Uneven | plays.ResumedPlay):
         return around[type(played)](make_plan(seed, played.of))
     changes: dict[type, Callable[[Plan], Plan]] = {
-        Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding,
-        Carrying: _carrying, Poisoned: _poisoned, TablesPlay: _with_tables, Stopped: _stopped, Keyed: as_store,
+        plays.Scaled: _scaled, plays.Evaluating: _evaluating, plays.Deciding: _deciding,
+        plays.Carrying: _carrying, plays.Poisoned: _poisoned, plays.TablesPlay: _with_tables,
+        plays.Stopped: _stopped, plays.Keyed: as_store,
     }  # fmt: skip
     if change := changes.get(type(played)):
         return change(_plan_of(seed, getattr(played, "sync", _SYNC)))
-    if isinstance(played, Audited | AuditedWrong):
-        return _audited(_plan_of(seed, _SYNC), wrong=isinstance(played, AuditedWrong))
-    if isinstance(played, InnerStatePlay):
+    if isinstance(played, plays.Audited | plays.AuditedWrong):
+        return _audited(_plan_of(seed, _SYNC), wrong=isinstance(played, plays.AuditedWrong))
+    if isinstance(played, plays.InnerStatePlay):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
-    if not isinstance(played, CodecStatePlay):
+    if not isinstance(played, plays.CodecStatePlay):
         assert isinstance(played, Mode)
         return _plan_of(seed, played)
     plan = _plan_of(seed, played.sync)

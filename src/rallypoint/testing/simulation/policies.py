@@ -168,6 +168,10 @@ def _parse_mode(text: str) -> Mode:
     raise ValueError(f"no policy {text!r}: use {WORDS}")
 
 
+_MOST = 30  # no number in a word is so high
+_NUMBERED = ("ssp", "quorum", "fold", "fragments", "inner", "inner-fresh", "inner-fragments", "delay")
+
+
 def word_for(policy: Played) -> str | None:
     """The word that `parse_policy` turns into this policy; None for one with settings that have no word."""
     for around, (kind, _) in _AROUND.items():
@@ -175,31 +179,15 @@ def word_for(policy: Played) -> str | None:
             inner = getattr(policy, "of", None) or policy.sync
             of = word_for(inner)
             return None if of is None else around if inner == Sync() else f"{around}:{of}"
-    match policy:
-        case Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong():
-            return next(word for word, kind in _ALONE.items() if isinstance(policy, kind))
-        case InnerStatePlay(sync=LocalSteps(fragments=fragments, delay=delay)) if delay:
-            word = f"delay:{fragments}"
-        case InnerStatePlay(sync=LocalSteps(steps=steps, fragments=fragments, keep_inner=keep)):
-            own = f"inner:{steps}" if keep else f"inner-fresh:{steps}"
-            word = own if fragments == 1 else f"inner-fragments:{fragments}"
-        case BoundedStaleness(staleness=staleness):
-            word = f"ssp:{staleness}"
-        case Sync(quorum=None):
-            word = "sync"
-        case Sync(quorum=quorum):
-            word = f"quorum:{quorum}"
-        case Async(fold=1):
-            word = "async"
-        case Async(fold=fold):
-            word = f"fold:{fold}"
-        case AllReduce():
-            word = "all-reduce"
-        case LocalSteps(fragments=1):
-            return None
-        case LocalSteps(fragments=fragments):
-            word = f"fragments:{fragments}"
-    return word if parse_policy(word) == policy else None
+    words = ("sync", "async", "all-reduce", *_ALONE, *(f"{name}:{n}" for name in _NUMBERED for n in range(_MOST)))
+    return next((word for word in words if _is(word, policy)), None)
+
+
+def _is(word: str, policy: Played) -> bool:
+    try:
+        return parse_policy(word) == policy
+    except ValueError:  # no such number
+        return False
 
 
 def replay_line(seed: int, policy: Played) -> str:

@@ -12,6 +12,7 @@ from rallypoint.coordinator.inbox import End
 from rallypoint.core.policy import Sync
 from rallypoint.core.protocol import Resize
 from rallypoint.core.view import View
+from rallypoint.server.job import ServerJob
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
@@ -56,8 +57,8 @@ class Simulation:
 
     def __init__(self, plan: Plan, *, checked: bool = True) -> None:
         """`checked`: what is published, held and seen is logged, and looked at after the run (`history`)."""
-        self.plan, self.disk, self.outcome = plan, Disk(), Outcome()
-        self.store, self._resuming = SimulatedStore(KEEP if plan.resumes else 0), Resuming()
+        self.plan, self.disk, self.outcome = plan, Disk(plan.seed), Outcome()
+        self.store, self._resuming = SimulatedStore(KEEP if plan.resumes else 3), Resuming()
         self.world = World(plan.seed, uneven=plan.terms.measure_links)
         self.world.history = [] if checked else None
         plan.job.lost.clear()
@@ -93,6 +94,9 @@ class Simulation:
             raise failure(self, error) from error
         finally:
             self.world.close()
+            self.disk.close()
+            for store in (self.store, *self._resuming.read):
+                store.forget()
         steps = {(step, replica) for _, step, replica in self.outcome.computed}
         return Result(
             self.plan, self.outcome, self.world.now, len(self.outcome.computed) - len(steps),
@@ -108,7 +112,7 @@ class Simulation:
             terms = msgspec.structs.replace(of.terms, workers_max=self.computing_at_most, begun_by=began.command)
             self.coordinator = SimulatedCoordinator(
                 self.world, of.job, terms, self.store, self.disk, self.outcome,
-                began.next(journal, self.store, of.job.record),
+                began.next(journal, self.store),
             )  # fmt: skip
             began.check(journal, self.coordinator.machine)
 
@@ -269,6 +273,7 @@ class Simulation:
         self._check_size()
         check_evaluations(self.plan.job, self.outcome, self.coordinator, self.events)
         job = self.plan.job
+        assert not any(store.trespassed for store in self._resuming.read), "a job writes into another's store"
         for shard in range(job.shards):
             contents = self._final_contents(shard)
             if shard in job.table_shards and not contents and self._primary_gone(shard):
@@ -297,9 +302,9 @@ class Simulation:
             quorum = sync.quorum if isinstance(sync, Sync) else None
             assert quorum is not None, f"it went on after (step, replica) {poison}"
             return False
-        assert re.search(f"step {poison[0]}: the gradient.* is not finite, first in shard", self.outcome.aborted), (
-            f"aborted: {self.outcome.aborted}"
-        )
+        at = ServerJob(self.plan.job.record, self.plan.job.config).round_named(poison[0])
+        found = re.search(f"{at}: the gradient.* is not finite", self.outcome.aborted)
+        assert found, f"aborted: {self.outcome.aborted}"
         return True
 
     def _check_size(self) -> None:
@@ -338,7 +343,8 @@ class Simulation:
                 contents.append(server.held[shard].master)
         id, version, *_ = self.store.newest()
         if version == job.end and not job.config.keyed:
-            contents.append(self.store.read(id, shard)[1][0])
+            record = next(self.store.read(self.store.load(id), (shard,)))
+            contents.append(self.world.tokens.of(record.arrays["master"])[0])
         if self._primary_gone(shard) and shard not in job.table_shards:  # as soon as the workers had it
             contents += [worker.model[shard] for worker in self.workers.values() if worker.node.alive and worker.done]
         return contents

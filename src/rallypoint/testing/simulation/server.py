@@ -4,43 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from rallypoint.core.protocol import Beat, Capture, Finished, Leaving, NewView
+import numpy as np
+
+from rallypoint.core.protocol import Leaving, NewView
 from rallypoint.core.shard.clip import StepVerdict
-from rallypoint.core.shard.shell import PeerLinks
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.shard.server import ServerMachine
+from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net.frames import SKIP, Header, Kind
-from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
-from rallypoint.server.reducer import Reducer
-from rallypoint.server.service import LEAVING_EVERY_S, Peers
+from rallypoint.server.service import LEAVING_EVERY_S, Peers, ServerService
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.names import (
+    TOKEN,
     NamedIntake,
     NamedPool,
-    NamedRestores,
     NamedShard,
     NamedShards,
-    NamedWriter,
-    PlayedViews,
-    SimulatedTransport,
+    PlayedMember,
     WireChannel,
     named_job,
 )
 from rallypoint.testing.simulation.network import Node, Wire, World, watch
-from rallypoint.testing.simulation.store import SimulatedStore
+from rallypoint.testing.simulation.store import PlayedRestores, PlayedWriter, SimulatedStore
 
 FOLD_S = 0.002  # until a server with an empty inbox applies what it has gathered
 UPDATE_S = 0.02  # that a thread takes at most to make an update
-
-
-def _failed(fault: BaseException) -> None:
-    raise fault
 
 
 class ServedChannel(WireChannel):
@@ -94,37 +88,43 @@ class PlayedThreads(Executor):
         return made
 
 
-class SimulatedServer:
+_SAID = (
+    inbox.Pushed, inbox.Initial, inbox.WantCame, inbox.PullCame, inbox.StateGiven, inbox.StateRecalled,
+    inbox.UpdateCame, inbox.StateCame, inbox.ChoiceCame, inbox.QuestionCame, inbox.Told,
+)  # fmt: skip
+
+
+class SimulatedServer(PlayedMember, ServerService):
     """One server process. `decision_s`: a verdict waits in its inbox for up to so long."""
 
     decision_s = 0.004
+    _intake_of = NamedIntake
 
     def __init__(self, world: World, name: str, job: SimulatedJob, store: SimulatedStore) -> None:
-        self.world, self.node, self.job, self.store = world, Node(world, name), job, store
+        self.world, self.job, self.store = world, job, store
         self.decided: dict[tuple[ViewNumber, int], tuple[int, float | None]] = {}  # shard and scale by step
         self.used: dict[tuple[ViewNumber, int, int, int], int] = {}  # generation, shard, replica, state -> step
         self.leaving = self._folds = False
         self.taken_from: WireChannel  # from which the frame in progress came
-        self._views = PlayedViews()
-        self._job = whole = named_job(job)
-        self._intake = NamedIntake(whole, self._views, self._heard, name)
-        self.reducer = Reducer(name, whole, self, self._put, Tracer(name), cast(Any, NamedWriter(self)))
+        self._writer_of = cast(Any, lambda *about: PlayedWriter(self))
+        super().__init__(Node(world, name), job, store.url)
+
+    def _begin(self, job: Any) -> Peers:
+        self._job = whole = named_job(self.job)
+        links = super()._begin(whole)
+        assert self._reducer is not None
+        self.reducer, self.shell = self._reducer, self._reducer.shell
         self.reducer._parts.factory = NamedShards(self)
         cast(NamedPool, whole.pool).held = 0  # the factory in whose place that is has kept one
-        self.reducer._restores = self.reducer._parts.restores = NamedRestores(self)
-        self.machine, self.shell = watch(self.reducer.machine, name), self.reducer.shell
+        self.reducer._restores = self.reducer._parts.restores = PlayedRestores(self)
+        watch(self.machine, self.id)
         self.held = cast("dict[int, NamedShard]", self.reducer._owned)
         server_checks.check_while_it_runs(self)
-        self._transport = SimulatedTransport(self.node, "server")
-        self._peers = Peers(
-            PeerLinks(name, decides=bool(whole.plan.decides)), self._views, cast(Any, self.reducer_event),
-            transport=cast(Any, self._transport), credentials=cast(Any, None), tracer=Tracer(name), failed=_failed,
-        )  # fmt: skip
-        world.acceptors[name] = self
-        self.membership = SimulatedMembership(
-            self.node, "server", self._on_message, self._on_admitted, name,
-            lambda: Beat(self._peers.unreachable()),
-        )  # fmt: skip
+        return links
+
+    @property
+    def machine(self) -> ServerMachine:
+        return self.reducer.machine
 
     # ---- the inbox and its owner ----
 
@@ -138,12 +138,31 @@ class SimulatedServer:
         effects, job = self.reducer._effects, self._job
         effects.threads, effects._beside = PlayedThreads(self), frozenset(job.plan.measured)
 
-    def _put(self, event: inbox.Event) -> None:
-        """The reducer's own events: a verdict waits behind what came before it, a view perhaps."""
-        if isinstance(event, inbox.UpdateMade):
-            self.node.later(0.0, lambda: self.reducer_event(event))
-        if not isinstance(event, inbox.VerdictCame):
-            return  # it is always awake
+    def _take(self, event: Any) -> None:
+        match event:
+            case inbox.VerdictCame():
+                self._put_verdict(event)
+            case inbox.UpdateMade():
+                self.node.later(0.0, lambda: self.reducer_event(event))
+            case inbox.Wake():
+                pass  # it is always awake
+            case _:
+                if isinstance(event, _SAID):  # (the shell looks at questions)
+                    server_checks.note_taken(self, type(event).__name__, what="hears")
+                self.reducer_event(event)
+
+    def restored(self, event: inbox.Event) -> None:
+        """A shard was read: its codec states are of this generation now."""
+        if isinstance(event, inbox.Restored):
+            of, kept = self.world.tokens, dict[int, Any]()
+            for replica, state in event.record.codec_states.items():  # behind the name is what was sent last
+                residual = of.of(state[:TOKEN])._replace(generation=event.generation)
+                kept[replica] = np.frombuffer(bytes(of.bytes_of(residual)) + bytes(state[TOKEN:]), np.uint8)
+            event = replace(event, record=replace(event.record, codec_states=kept))
+        self.reducer_event(event)
+
+    def _put_verdict(self, event: inbox.VerdictCame) -> None:
+        """It waits behind what came before it, a view perhaps."""
         verdict = event.verdict
 
         def decide() -> None:
@@ -167,20 +186,11 @@ class SimulatedServer:
             work()
         self._rest()
 
-    # ---- what the reducer says ----
-
-    def say(self, message: Any) -> None:
-        """To the coordinator."""
-        self.membership.send(message)
-
     def not_finite(self, verdict: StepVerdict, *, alone: bool) -> None:
-        """A step is skipped, or stops the job."""
-        server_checks.report(self, verdict)
+        if verdict.stops:
+            super().not_finite(verdict, alone=alone)
 
     # ---- the coordinator's words ----
-
-    def _on_admitted(self, new: bool) -> None:
-        self.reducer_event(inbox.AdmissionCame(new))
 
     def leave(self) -> None:
         """SIGTERM: it hands its shards over. It says so again: a coordinator that takes over has not heard it."""
@@ -194,29 +204,18 @@ class SimulatedServer:
             self.job.lost.extend(sorted(self.reducer._codec_states._relay.between))
 
     def _on_message(self, message: Any) -> None:
-        match message:
-            case Finished():
-                self.membership.close()
-                self.node.kill()
-            case NewView(view=view) if not self.shell.fence.has_come(view.number):
-                self._viewed(view)
-            case Capture(snapshot=id, version=version):
-                self.reducer_event(inbox.CaptureWanted(id, version))
-
-    def _viewed(self, view: View) -> None:
-        with server_checks.states_that_are_lost(self, view):
-            self.reducer_event(inbox.ViewCame(view))
-        self._views.adopt(view)
-        self._peers.adopt(view)
-        for channel in list(self._transport.channels):
-            channel.drain()
+        if not (isinstance(message, NewView) and self._views.is_new(message.view)):
+            super()._on_message(message)
+            return
+        with server_checks.states_that_are_lost(self, message.view):
+            super()._on_message(message)
 
     # ---- connections ----
 
     def accept(self, wire: Wire, hello: Any) -> str:
         role, who, _ = hello
         channel: Any = ServedChannel(self, wire, who)
-        self._transport.channels.append(channel)
+        self.channels.append(channel)
         receive = {
             "server": self._intake.receive_from_server, "aggregator": self._intake.receive_from_aggregator,
             "worker": self._intake.receive_from_worker,
@@ -234,11 +233,6 @@ class SimulatedServer:
             self.reducer_event(inbox.Linked(channel, who))
         return ""
 
-    def _heard(self, event: inbox.Event) -> None:
-        if not isinstance(event, inbox.Followed | inbox.UnfollowCame | inbox.Fetched):  # the shell looks at questions
-            server_checks.note_taken(self, type(event).__name__, what="hears")
-        self.reducer_event(event)
-
     # ---- afterwards ----
 
     def check_tickets(self) -> None:
@@ -252,7 +246,7 @@ class SimulatedServer:
         buffers = cast(NamedPool, self._job.pool).held
         unused = buffers - parts - len(arrived)
         assert 0 <= unused <= self.node.sending, f"{self.node.name}: {unused} buffers are held that nobody uses"
-        for channel in self._transport.channels:
+        for channel in self.channels:
             if channel.wire.open:
                 kept = sum(cast(Any, a.channel) is channel and not a.credited for a in arrived.values())
                 kept += sum(cast(Any, early.owed) is channel for early in tickets._early.values())

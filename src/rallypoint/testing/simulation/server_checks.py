@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.core.policy import BoundedStaleness, LocalSteps
-from rallypoint.core.protocol import GiveUp
-from rallypoint.core.shard.clip import StepVerdict, phrase
 from rallypoint.core.shard.effects import Apply, Finish, Reply
 from rallypoint.core.view import View
 from rallypoint.net.frames import Header
@@ -119,13 +117,6 @@ def _is_stale(server: SimulatedServer) -> bool:
     view, deciding = server.machine.view, getattr(server.node.world.acceptors.get(COORDINATOR), "machine", None)
     current = None if deciding is None else deciding.view
     return view is not None and current is not None and view.generation < current.generation
-
-
-def report(server: SimulatedServer, verdict: StepVerdict) -> None:
-    """Tell the coordinator of a step that must stop the job."""
-    if verdict.stops:
-        what = phrase(verdict.not_finite, verdict.gradients, "" if verdict.at is None else f"shard {verdict.at[0]}")
-        server.membership.send(GiveUp(f"step {verdict.step}: {what}", verdict.step, verdict.generation))
 
 
 def check_read(server: SimulatedServer, index: int, reply: Reply, content: Content) -> None:

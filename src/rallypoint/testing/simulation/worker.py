@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from rallypoint.codec.base import encode_gradient
-from rallypoint.core.layout import Shard
-from rallypoint.core.protocol import (
-    Assist,
-    Capture,
-    Done,
-    Leaving,
-    NewView,
-    NotStored,
-    Propose,
-    Reached,
-    Report,
-    Stored,
-)
+from rallypoint.core import protocol
+from rallypoint.core.protocol import NotStored
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.ending import End
+from rallypoint.errors import SnapshotFailed
 from rallypoint.store.record import ShardRecord
+from rallypoint.store.snapshots import SnapshotPart
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import SimulatedMembership
@@ -75,7 +67,7 @@ class SimulatedWorker:
         self._evaluations = SimulatedEvaluations(self.exchange, self._thread, self.evaluate_s, self.membership.send)
         view = lambda: self.shell.view if self.shell.number.count else None  # noqa: E731
         self._script = Script(job.stop, view, self.membership.send)
-        self.exchange.reaching.to = lambda generation, version: self.membership.send(Reached(version, generation))
+        self.exchange.reaching.to = lambda generation, at: self.membership.send(protocol.Reached(at, generation))
         self.node.later(0.0, self._thread.play)
 
     @property
@@ -91,28 +83,28 @@ class SimulatedWorker:
     # ---- the coordinator's words ----
 
     def _on_admitted(self, new: bool) -> None:
-        self.membership.send(Propose(self.job.record))
+        self.membership.send(protocol.Propose(self.job.record))
         self._evaluations.register(new=new)
         if self.done and self._claim is not None:
-            self.membership.send(Done(*self._claim))
+            self.membership.send(protocol.Done(*self._claim))
         self._script.say(again=True)
         self.exchange.reaching.say(again=True)
         if self.shell.leaving:
-            self.membership.send(Leaving())
+            self.membership.send(protocol.Leaving())
 
     def leave(self) -> None:
         """SIGTERM: a spot machine's notice."""
         self.exchange.leave()
-        self.membership.send(Leaving())
+        self.membership.send(protocol.Leaving())
 
     def _on_message(self, message: Any) -> None:
         match message:
-            case NewView(view=view):
+            case protocol.NewView(view=view):
                 self.exchange.adopt(view)
                 self._script.say()
-            case Assist(step=step, replica=replica):
+            case protocol.Assist(step=step, replica=replica):
                 self.exchange.assist(step, replica)
-            case Capture(snapshot=id, version=version, writers=writers) if id != self._captured:
+            case protocol.Capture(snapshot=id, version=version, writers=writers) if id != self._captured:
                 self._captured = id  # (it is said again with each view)
                 if (passed := self.exchange.capture(machine.Store(id, version, writers))) >= 0:
                     self.membership.send(NotStored(id, "the step was over before the request came", passed))
@@ -168,7 +160,9 @@ class SimulatedWorker:
             contents = self.model
         elif self.job.stateful_workers:
             self.exchange.holds, self.model = 0, contents
-        state = (lambda shard: self._record(shard, contents)) if self.job.stateful_workers else None
+        state = None if not self.job.stateful_workers else (
+            lambda shard: self._record(shard.index, self.shell.holds, contents[shard.index])
+        )
         self.exchange.initialise(lambda start, stop: self._words(start, stop, contents), state)
         to_servers = [wire for wire in self.node.wires if wire.ends[1].name.startswith("server")]
         if self.node.world.spring("drop first") and to_servers:
@@ -180,9 +174,8 @@ class SimulatedWorker:
             return torch.empty(0, dtype=torch.float32, device="cpu")
         return torch.frombuffer(payload_of(self._tokens, contents[start // (NBYTES // 4)]), dtype=torch.float32)
 
-    def _record(self, shard: Shard, contents: list[Content]) -> ShardRecord:
-        master = np.frombuffer(self._tokens.bytes_of(contents[shard.index]), np.uint8)
-        return ShardRecord(shard.index, self.shell.holds, {"master": master}, {})
+    def _record(self, shard: int, version: int, content: Any) -> ShardRecord:
+        return ShardRecord(shard, version, {"master": np.frombuffer(self._tokens.bytes_of(content), np.uint8)}, {})
 
     def _install(self, version: int) -> None:
         """Links go on meanwhile: half of the slots are copied at the beginning, half at the end."""
@@ -213,7 +206,7 @@ class SimulatedWorker:
         """It holds the last version, and says so after an evaluation, which may take a while."""
         self._thread.sleep(self.evaluate_s * self.node.world.random.random())
         self._claim = end if self.honest else (self.shell.view.generation, end[1])
-        self.membership.send(Done(*self._claim))
+        self.membership.send(protocol.Done(*self._claim))
 
     def _store_share(self, wanted: machine.Store) -> None:
         """Of a snapshot of the version that the model holds, where workers are stateful."""
@@ -222,12 +215,16 @@ class SimulatedWorker:
             self.membership.send(NotStored(id, "too late", self.shell.holds))
             return
         share = range(self.job.shards)[writers.index(self.node.name) :: len(writers)]
-        contents = {shard: self.model[shard] for shard in share}
+        records = [self._record(shard, version, (self.model[shard], None)) for shard in share]
+
+        def stored(file: SnapshotPart) -> None:
+            entries = {shard: msgspec.structs.astuple(entry) for shard, entry in file.shards.items()}
+            self.membership.send(protocol.Stored(id, file.files, entries))
 
         def write() -> None:
-            if all(self.store.write(id, shard, version, (contents[shard], (), {})) for shard in share):
-                self.membership.send(Stored(id, {}, dict.fromkeys(share, ("", 0, 0, ""))))
-            else:
+            try:
+                self.store.write_part(id, self.node.name, records, "none", stored)
+            except SnapshotFailed:
                 self.membership.send(NotStored(id, "no space left"))
 
         self.node.later(self.node.world.latency() * 2, write)
@@ -248,7 +245,7 @@ class SimulatedWorker:
             return
         finally:
             self.replica, self.exchange.rows.in_micro = -1, False
-        self.membership.send(Report(step, replica, 0.0, 1.0, 1, self.node.world.now - began, generation))
+        self.membership.send(protocol.Report(step, replica, 0.0, 1.0, 1, self.node.world.now - began, generation))
 
     def _passes(self, step: int, replica: int, generation: ViewNumber) -> None:
         early = self.exchange.forward.begin(step, replica)

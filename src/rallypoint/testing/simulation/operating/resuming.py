@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,8 +15,8 @@ import msgspec
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed, begun_by
 from rallypoint.core.cluster.storing.snapshot_duty import ATTEMPTS
-from rallypoint.core.job import JobRecord
 from rallypoint.core.view import ViewNumber
+from rallypoint.store.manifest import Manifest
 from rallypoint.store.snapshots import order
 from rallypoint.testing.simulation.coordinator import Disk
 from rallypoint.testing.simulation.store import SimulatedStore
@@ -75,11 +75,12 @@ class Resuming:
 
     Attributes:
         command: what is given each time; "": a launcher says --resume once.
+        read: stores of other jobs.
     """
 
     command: str = ""
-    _snapshot: str = ""
-    _read: SimulatedStore | None = None
+    read: list[SimulatedStore] = field(default_factory=list)
+    _snapshot: Manifest | None = None
     _elsewhere: bool = False
     _again: bool = False
 
@@ -93,11 +94,13 @@ class Resuming:
             world.nodes[name].kill()
         world.note("resumed", fault.role, -1, -1, ViewNumber())
         if fault.role in (NEW_JOURNAL, FORK):
-            played.disk = Disk()
+            played.disk.close()
+            played.disk = Disk(plan.seed)
         self._begin(fault.role, played.store, f"resume {len(played.events)}")
         if self._elsewhere:
             played.store.closed = True
-            played.store = SimulatedStore(KEEP, played.store)
+            self.read.append(played.store)
+            played.store = SimulatedStore(KEEP)
         played.start_coordinator()
         started = ((played.start_server, plan.servers), (played.start_aggregator, plan.aggregators),
                    (played.start_worker, plan.workers))  # fmt: skip
@@ -116,15 +119,15 @@ class Resuming:
         assert went_on, f"the same command goes back to step {at + 1}: the job was at step {before + 1}"
 
     def _begin(self, way: str, store: SimulatedStore, command: str) -> None:
-        self._snapshot, self._read, self._elsewhere, self._again = store.newest()[0], store, way == FORK, True
-        self.command = "" if way == LAUNCHER else command
+        self._snapshot, self._elsewhere, self._again = store.load(store.newest()[0]), way == FORK, True
+        self._in, self.command = store, "" if way == LAUNCHER else command
 
-    def next(self, journal: ClusterState | None, store: SimulatedStore, record: JobRecord) -> Resumed | None:
+    def next(self, journal: ClusterState | None, store: SimulatedStore) -> Resumed | None:
         """With what the next coordinator begins that has this journal; None: with that, or with first weights."""
-        if self._read is None or not self._again or begun_by(journal, self.command):
+        if self._snapshot is None or not self._again or begun_by(journal, self.command):
             return None
-        self._again = self.command != ""
-        id, version, stop, decided = self._read.find(self._snapshot)
-        epoch = max((order(known)[1] // ATTEMPTS for known in store.names), default=0)
-        snapshot = f"elsewhere/{id}" if self._elsewhere else id
-        return Resumed(record, snapshot, version, stop, decided, epoch)
+        self._again, of = self.command != "", self._snapshot
+        assert self._in._is_committed(of.id), f"snapshot {of.id} is deleted, and a coordinator begins with it"
+        epoch = max((order(known.id)[1] // ATTEMPTS for known in store.manifests()), default=0)
+        name = f"{self._in.url}/{of.id}" if self._elsewhere else of.id
+        return Resumed(of.job, name, of.version, of.stop, of.decided, epoch)
