@@ -38,11 +38,6 @@ class TestLocalCluster(ClusterContract):
         with pytest.raises(UsageError, match="worker0 cannot be started: /no/such/program: No such file or directory"):
             running.start(Command(name="worker0", role="worker", argv=("/no/such/program",)), lambda line: None)
 
-    def test_after_its_end_nothing_can_be_started(self, running: LocalCluster) -> None:
-        running.end()
-        with pytest.raises(UsageError, match="ended"):
-            Started(running, "pass")
-
 
 CHILD_OF_A_LAUNCHER = """
 import os, signal, sys

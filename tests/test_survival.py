@@ -63,11 +63,11 @@ class Cluster:
     Its processes are forked from a warm start, or `cold`: each imports torch for itself.
     """
 
-    def __init__(self, home: Path, *, cold: bool = False) -> None:
+    def __init__(self, home: Path, script: str = SCRIPT, *, cold: bool = False) -> None:
         self.home, self.folder, self._cold = home, home / "run", cold
         self._gate, self._output, self.answer = home / "gate", home / "output", home / "answer"
         self.script = home / "script.py"
-        self.script.write_text(SCRIPT)
+        self.script.write_text(script)
         self.launcher: Program | subprocess.Popen[bytes] | None = None
         self.seen: dict[int, psutil.Process] = {}
         self.members_seen: set[int] = set()  # pids of coordinators, servers and workers
@@ -126,6 +126,20 @@ class Cluster:
         assert self.launcher is not None
         self.until(lambda: self.launcher.poll() is not None and not self._alive())  # type: ignore[union-attr]
         return self.launcher.returncode
+
+    def ends(self, wanted: str = "") -> None:
+        """Let everybody go on to the end: the run ends well, with the weights of this hash."""
+        self.open(10_000)
+        assert self.ended() == 0, self.output
+        assert not wanted or self.hash == wanted
+
+    def kill_everything(self) -> None:
+        """Kill the launcher: nothing outlives it."""
+        before = self.processes()
+        assert self.launcher is not None
+        self.launcher.send_signal(signal.SIGKILL)
+        assert self.ended() == -signal.SIGKILL
+        assert not [name for name, process in before.items() if alive(process)], "a lifeline was not held"
 
     def close(self) -> None:
         if self.launcher is not None:
@@ -215,6 +229,29 @@ def undisturbed_run(cluster: AnyCluster) -> Iterator[AnyCluster]:
         cluster.close()
 
 
+def cluster_of(make: Callable[[Path], Cluster]) -> Any:
+    """The fixture `cluster` of a module: one for each test."""
+
+    @pytest.fixture
+    def cluster(tmp_path: Path) -> Iterator[Cluster]:
+        cluster = make(tmp_path)
+        yield cluster
+        cluster.close()
+
+    return cluster
+
+
+def undisturbed_of(make: Callable[[Path], Cluster]) -> Any:
+    """The fixture `undisturbed` of a module: a run that nothing happened to."""
+
+    @pytest.fixture(scope="module")
+    def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+        with undisturbed_run(make(tmp_path_factory.mktemp("undisturbed"))) as cluster:
+            yield cluster
+
+    return undisturbed
+
+
 def alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -237,11 +274,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
     cluster.close()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A run that nothing happened to."""
-    with undisturbed_run(Cluster(tmp_path_factory.mktemp("undisturbed"))) as cluster:
-        yield cluster
+undisturbed = undisturbed_of(Cluster)
 
 
 @pytest.mark.some("worker1")
@@ -250,11 +283,9 @@ def test_a_worker_killed_mid_step_changes_no_byte(cluster: Cluster, undisturbed:
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_caught_up(AT)
     cluster.processes()[victim].kill()
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends(undisturbed.hash)
     assert f"{victim} was killed (SIGKILL): starting another" in cluster.output
     assert "Traceback" not in cluster.output
-    assert cluster.hash == undisturbed.hash
 
 
 @pytest.mark.some("server0")
@@ -266,12 +297,10 @@ def test_a_server_killed_mid_step_changes_no_byte_and_nothing_is_rolled_back(
     cluster.until_caught_up(AT)
     cluster.until(lambda: cluster.members["exposed"] == 0)  # every shard is on both
     cluster.processes()[victim].kill()
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends(undisturbed.hash)
     assert f"{victim} was killed (SIGKILL): starting another" in cluster.output
     assert "snapshot" not in cluster.output.partition("was killed")[2].partition("step 24/24")[0]
     assert "Traceback" not in cluster.output
-    assert cluster.hash == undisturbed.hash
 
 
 @pytest.mark.slow
@@ -299,11 +328,9 @@ def test_a_server_that_alone_held_its_shards_costs_steps_but_no_byte(cluster: Cl
     cluster.until_caught_up(AT)
     cluster.processes()["server0"].kill()
     cluster.until(lambda: "going on from snapshot" in cluster.output)
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends(undisturbed.hash)
     assert "parameters are lost with their servers: going back to the last snapshot" in cluster.output
     assert "Traceback" not in cluster.output
-    assert cluster.hash == undisturbed.hash
 
 
 @also_cold
@@ -312,11 +339,9 @@ def test_the_coordinator_killed_mid_step_changes_no_byte(cluster: Cluster, undis
     cluster.until_caught_up(AT)
     before = cluster.processes()
     before["coordinator"].kill()
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends(undisturbed.hash)
     assert "coordinator was killed (SIGKILL): starting another" in cluster.output
     assert "Traceback" not in cluster.output
-    assert cluster.hash == undisturbed.hash
     started = cluster.members_seen - {process.pid for process in before.values()}
     assert len(started) == 1, "something else was started again"
 
@@ -328,10 +353,8 @@ def test_all_workers_killed_at_once_change_no_byte(cluster: Cluster, undisturbed
     for name, process in cluster.processes().items():
         if name.startswith("worker"):
             process.kill()
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends(undisturbed.hash)
     assert cluster.output.count("starting another") == 2
-    assert cluster.hash == undisturbed.hash
 
 
 @pytest.mark.slow
@@ -343,11 +366,9 @@ def test_a_worker_that_is_told_to_go_hands_its_work_over(cluster: Cluster, undis
     cluster.until(lambda: cluster.members["workers"] == ["worker0"])
     cluster.open(STEPS - 2)  # it goes now; or before that, if it had not begun to send anything of the step
     cluster.until(lambda: not alive(victim))
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends(undisturbed.hash)
     assert "worker1 has left" in cluster.output
     assert "starting another" not in cluster.output
-    assert cluster.hash == undisturbed.hash
 
 
 @pytest.mark.slow
@@ -359,9 +380,7 @@ def test_a_job_grows_from_its_least_to_its_most_workers(cluster: Cluster, undist
     standby = cluster.members["standby"][0]
     cluster.processes()[cluster.members["workers"][0]].kill()
     cluster.until(lambda: standby in cluster.members["workers"])
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
-    assert cluster.hash == undisturbed.hash
+    cluster.ends(undisturbed.hash)
 
 
 @also_cold
@@ -369,13 +388,8 @@ def test_everything_dies_and_resume_needs_nothing_but_the_folder(cluster: Cluste
     cluster.run("--workers", "2", "--servers", "2")
     taken = cluster.snapshot_from(AT)
     assert cluster.answer.read_text().startswith(f"{taken['snapshot']}: version {taken['version']}, ")
-    before = cluster.processes()
-    assert len(before) == 5
-    assert cluster.launcher is not None
-    cluster.launcher.send_signal(signal.SIGKILL)
-    assert cluster.ended() == -signal.SIGKILL
-    assert not [name for name, process in before.items() if alive(process)], "a lifeline was not held"
-
+    assert len(cluster.processes()) == 5
+    cluster.kill_everything()
     cluster.open(STEPS)
     cluster.resume()
     assert cluster.ended() == 0, cluster.output

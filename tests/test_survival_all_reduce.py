@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from test_survival import AT, STEPS, Cluster, alive, undisturbed_run
+from test_survival import AT, STEPS, Cluster, alive, cluster_of, undisturbed_of, undisturbed_run
 
 pytestmark = pytest.mark.programs
 
@@ -41,25 +40,13 @@ with rp.join() as job:
 """
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.close()
-
-
-@pytest.fixture(scope="module")
-def under_sync(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A run under Sync that nothing happened to."""
-    with undisturbed_run(Cluster(tmp_path_factory.mktemp("sync"))) as cluster:
-        yield cluster
+cluster = cluster_of(Cluster)
+under_sync = undisturbed_of(Cluster)
 
 
 def _ends_like(cluster: Cluster, other: Cluster) -> None:
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends(other.hash)
     assert "Traceback" not in cluster.output
-    assert cluster.hash == other.hash
 
 
 def _computing(cluster: Cluster) -> list[str]:
@@ -170,10 +157,7 @@ def test_a_job_grows_and_a_standby_worker_takes_over(cluster: Cluster, under_syn
 def test_everything_dies_and_resume_needs_nothing_but_the_folder(cluster: Cluster, under_sync: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2", "--snapshot-steps", "3", *ALL_REDUCE)
     _until_stored(cluster)
-    assert cluster.launcher is not None
-    cluster.processes()
-    cluster.launcher.kill()
-    cluster.ended()
+    cluster.kill_everything()
     newest = (cluster.folder / "snapshots" / "latest").read_text().split()[0]  # one more may have been stored by now
     cluster.resume()
     cluster.until(lambda: f": snapshot {newest}" in cluster.output)

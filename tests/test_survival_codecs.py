@@ -92,13 +92,12 @@ def test_a_worker_that_is_told_to_go_leaves_its_codec_states_behind(
     victim = cluster.processes()["worker1"]
     victim.terminate()
     cluster.until(lambda: cluster.members["workers"] == ["worker0"])
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends()
+    assert cluster.hash == undisturbed(codec)
     assert not alive(victim)
     assert "worker1 has left" in cluster.output
     assert "starting another" not in cluster.output
     assert "Traceback" not in cluster.output
-    assert cluster.hash == undisturbed(codec)
 
 
 @pytest.mark.slow
@@ -111,8 +110,7 @@ def test_in_a_streaming_job_too_a_worker_that_goes_holds_nobody_up(
     cluster.until_caught_up(AT)
     cluster.processes()["worker1"].terminate()
     cluster.until(lambda: cluster.members["workers"] == ["worker0"])
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends()
     assert "worker1 has left" in cluster.output
     assert "Traceback" not in cluster.output
     account = cluster.events("Accounted")[-1]
@@ -130,10 +128,9 @@ def test_replicas_that_move_between_living_workers_take_their_codec_states_along
     cluster.resize(1)  # what worker 1 has goes to worker 0 at once
     cluster.until_caught_up(AT + 4)
     cluster.resize(2)  # and back, from a step to come
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
-    assert "Traceback" not in cluster.output
+    cluster.ends()
     assert cluster.hash == undisturbed(codec)
+    assert "Traceback" not in cluster.output
 
 
 @pytest.mark.slow
@@ -144,10 +141,7 @@ def test_a_snapshot_has_the_codec_states_and_a_resumed_run_ends_with_the_same_by
     cluster = cluster_of(codec)
     cluster.run("--workers", "2", "--servers", "2")
     taken = cluster.snapshot_from(AT)
-    cluster.processes()
-    assert cluster.launcher is not None
-    cluster.launcher.kill()
-    assert cluster.ended() < 0
+    cluster.kill_everything()
     cluster.open(STEPS)
     cluster.resume()
     assert cluster.ended() == 0, cluster.output
@@ -163,11 +157,10 @@ def test_after_a_roll_back_a_run_ends_with_the_same_bytes(cluster_of: Make, undi
     taken = cluster.snapshot_from(AT)
     cluster.processes()["server0"].kill()
     cluster.until(lambda: "going on from snapshot" in cluster.output)
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends()
+    assert cluster.hash == undisturbed(codec)
     assert f"going on from snapshot {taken['snapshot']}: version {taken['version']}" in cluster.output
     assert "Traceback" not in cluster.output
-    assert cluster.hash == undisturbed(codec)
 
 
 @pytest.mark.slow
@@ -179,7 +172,6 @@ def test_the_codec_states_of_a_killed_worker_are_lost_and_the_job_ends_without_t
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_caught_up(AT)
     cluster.processes()["worker1"].kill()
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends()
     assert "worker1 was killed (SIGKILL): starting another" in cluster.output
     assert "Traceback" not in cluster.output

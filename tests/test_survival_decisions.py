@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from test_survival import SCRIPT, STEPS
+from test_survival import SCRIPT, STEPS, cluster_of
 from test_survival_evaluations import EVALUATION as EVALUATED
 from test_survival_evaluations import EVERY as OTHER_EVERY
 from test_survival_evaluations import EvaluatingCluster
@@ -47,11 +46,7 @@ class DecidingCluster(EvaluatingCluster):
 KEEP = ("--servers", "2", "--set", "evaluation.keep_best=loss", "--set", "evaluation.best_is=max", "--keep-last", "1")
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[DecidingCluster]:
-    cluster = DecidingCluster(tmp_path)
-    yield cluster
-    cluster.close()
+cluster = cluster_of(DecidingCluster)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from test_survival import SCRIPT, STEPS, Cluster, alive, undisturbed_run
+from test_survival import SCRIPT, STEPS, Cluster, alive, cluster_of, undisturbed_run
 
 pytestmark = pytest.mark.programs
 
@@ -65,11 +65,7 @@ class EvaluatingCluster(Cluster):
         return list(dict.fromkeys(told))
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[EvaluatingCluster]:
-    cluster = EvaluatingCluster(tmp_path)
-    yield cluster
-    cluster.close()
+cluster = cluster_of(EvaluatingCluster)
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +91,10 @@ def test_a_worker_that_is_told_to_go_in_the_middle_of_an_evaluation_ends_it_firs
     assert alive(victim)
     cluster.go()
     cluster.until(lambda: not alive(victim))
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends(undisturbed.hash)
     assert f"{name} has left" in cluster.output
     assert "starting another" not in cluster.output
     assert "Traceback" not in cluster.output
-    assert cluster.hash == undisturbed.hash
     assert sorted(cluster.figures()) == undisturbed.figures()
     assert [step for step, _ in undisturbed.figures()] == list(range(EVERY, STEPS + 1, EVERY))
 
@@ -132,9 +126,7 @@ def test_the_coordinator_is_killed_while_a_standby_evaluates(
     cluster.until_caught_up(AT + 2)
     cluster.processes()["coordinator"].kill()
     cluster.go()
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
-    assert cluster.hash == undisturbed.hash
+    cluster.ends(undisturbed.hash)
     assert sorted(cluster.figures()) == undisturbed.figures()
 
 
@@ -152,7 +144,5 @@ def test_the_server_that_keeps_the_version_is_killed_while_a_standby_evaluates(
     cluster.until(lambda: len(cluster.evaluated_by()) == 2)
     assert cluster.evaluating() == cluster.evaluated_by()[1]
     cluster.go()
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
-    assert cluster.hash == undisturbed.hash
+    cluster.ends(undisturbed.hash)
     assert sorted(cluster.figures()) == undisturbed.figures()

@@ -17,7 +17,7 @@ import pytest
 from members import PATIENCE_S as LONG_S
 from members import Members, members_in
 from support.beside import until
-from test_survival import AT, SCRIPT, STEPS, Cluster, undisturbed_run
+from test_survival import AT, SCRIPT, STEPS, Cluster, cluster_of, undisturbed_run
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]
 
@@ -39,8 +39,7 @@ ENV = {**os.environ, "RALLYPOINT_TOKEN": "a token for this test", "COLUMNS": "20
 
 class _Waiting(Cluster):
     def __init__(self, home: Path) -> None:
-        super().__init__(home)
-        self.script.write_text(WAITING + SCRIPT.replace("\ndata =", f"{OTHER_WEIGHTS}\ndata =", 1))
+        super().__init__(home, WAITING + SCRIPT.replace("\ndata =", f"{OTHER_WEIGHTS}\ndata =", 1))
 
     @property
     def coordinator(self) -> int:
@@ -54,11 +53,7 @@ class _Waiting(Cluster):
         return [event["step"] for event in self.events("StepDone")]
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[_Waiting]:
-    made = _Waiting(tmp_path)
-    yield made
-    made.close()
+cluster = cluster_of(_Waiting)
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +69,7 @@ def test_a_resumed_run_whose_coordinator_dies_while_members_gather_goes_on_from_
 ) -> None:
     cluster.run("--workers", "2", "--servers", "2")
     taken = cluster.snapshot_from(AT)
-    cluster.processes()
-    assert cluster.launcher is not None
-    cluster.launcher.send_signal(signal.SIGKILL)
-    assert cluster.ended() == -signal.SIGKILL
+    cluster.kill_everything()
     done = len(cluster.steps)
 
     for name in ("wait", "other"):

@@ -7,12 +7,11 @@ if each push has counted once.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from test_survival import Cluster
+from test_survival import Cluster, cluster_of
 
 pytestmark = pytest.mark.programs
 
@@ -54,8 +53,7 @@ class StoreCluster(Cluster):
     """Its workers run the script above."""
 
     def __init__(self, home: Path) -> None:
-        super().__init__(home)
-        self.script.write_text(SCRIPT)
+        super().__init__(home, SCRIPT)
 
     def until_at(self, step: int) -> None:
         """Until both workers wait in front of this step."""
@@ -68,11 +66,7 @@ class StoreCluster(Cluster):
         return [json.loads(path.read_text()) for path in sorted(self.home.glob("found-*"))]
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[StoreCluster]:
-    cluster = StoreCluster(tmp_path)
-    yield cluster
-    cluster.close()
+cluster = cluster_of(StoreCluster)
 
 
 @pytest.mark.slow
@@ -81,8 +75,7 @@ def test_a_killed_workers_pushes_are_made_by_others_and_count_once(cluster: Stor
     cluster.run("--workers", "2", "--servers", "2", *POLICIES[policy])
     cluster.until_at(AT)
     cluster.processes()["worker1"].kill()
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends()
     assert "worker1 was killed (SIGKILL)" in cluster.output
     assert cluster.found in ([EXPECTED], [EXPECTED] * 2)  # the job may be over before another worker1 has joined
 
@@ -94,8 +87,7 @@ def test_a_killed_server_loses_no_push_and_counts_none_twice(cluster: StoreClust
     cluster.until_at(AT)
     cluster.until(lambda: cluster.members["exposed"] == 0)  # every shard is on both
     cluster.processes()["server0"].kill()
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends()
     assert "server0 was killed (SIGKILL)" in cluster.output
     assert "going back" not in cluster.output
     assert cluster.found == [EXPECTED] * 2
@@ -110,8 +102,7 @@ def test_values_that_only_a_dead_server_had_go_back_to_a_snapshot_and_each_push_
     for server in ("server0", "server1"):
         cluster.processes()[server].kill()
     cluster.until(lambda: "going on from snapshot" in cluster.output)
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends()
     assert "Traceback" not in cluster.output
     assert cluster.found == [EXPECTED] * 2
 
@@ -120,7 +111,6 @@ def test_a_killed_coordinator_costs_no_push(cluster: StoreCluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_at(AT)
     cluster.processes()["coordinator"].kill()
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends()
     assert "going back" not in cluster.output
     assert cluster.found == [EXPECTED] * 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from test_survival import AT, STEPS, Cluster, undisturbed_run
+from test_survival import AT, STEPS, Cluster, cluster_of, undisturbed_run
 
 pytestmark = pytest.mark.programs
 
@@ -50,8 +50,7 @@ class CountingCluster(Cluster):
     """Its workers run the job above."""
 
     def __init__(self, home: Path) -> None:
-        super().__init__(home)
-        self.script.write_text(SCRIPT)
+        super().__init__(home, SCRIPT)
 
     def until_at(self, step: int) -> None:
         """Until both workers wait in the middle of this step, or of a later one (replicas may be reassigned)."""
@@ -64,11 +63,7 @@ class CountingCluster(Cluster):
         return {path.read_text() for path in self.folder.glob("hash*")}
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[CountingCluster]:
-    cluster = CountingCluster(tmp_path)
-    yield cluster
-    cluster.close()
+cluster = cluster_of(CountingCluster)
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +81,7 @@ def test_a_worker_killed_mid_run_costs_no_contribution_and_none_is_applied_twice
     cluster.run("--workers", "2", "--servers", "2", *POLICIES[policy])
     cluster.until_at(AT)
     cluster.processes()["worker1"].kill()
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends()
     assert "worker1 was killed (SIGKILL): starting another" in cluster.output
     assert "Traceback" not in cluster.output
     assert cluster.hashes == {under_sync}
@@ -104,8 +98,7 @@ def test_a_server_killed_mid_run_costs_no_contribution_and_nothing_is_rolled_bac
     cluster.until_at(AT)
     cluster.until(lambda: cluster.members["exposed"] == 0)  # every shard is on both
     cluster.processes()["server0"].kill()
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends()
     assert "server0 was killed (SIGKILL): starting another" in cluster.output
     assert "going back" not in cluster.output
     assert "Traceback" not in cluster.output
@@ -120,7 +113,6 @@ def test_a_server_that_alone_held_its_shards_costs_steps_but_no_contribution(
     cluster.until_at(AT)
     cluster.processes()["server0"].kill()
     cluster.until(lambda: "going on from snapshot" in cluster.output)
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends()
     assert "Traceback" not in cluster.output
     assert cluster.hashes == {under_sync}

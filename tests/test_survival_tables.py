@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from test_survival import AT, STEPS, Cluster, alive, undisturbed_run
+from test_survival import AT, STEPS, Cluster, undisturbed_of
 
 pytestmark = pytest.mark.programs
 
@@ -50,8 +49,7 @@ class TableCluster(Cluster):
     """Its workers stop at the gate before they pull the rows of their batch, or once they hold them."""
 
     def __init__(self, home: Path, where: str = "BEFORE") -> None:
-        super().__init__(home)
-        self.script.write_text(SCRIPT.replace(f"# {where}", WAIT))
+        super().__init__(home, SCRIPT.replace(f"# {where}", WAIT))
 
     def resume_on(self, *options: str) -> None:
         self.launcher = self._start(self._output, "resume", str(self.folder), *options)
@@ -77,11 +75,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TableClu
     cluster.close()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TableCluster]:
-    """A run that nothing happened to."""
-    with undisturbed_run(TableCluster(tmp_path_factory.mktemp("undisturbed"))) as cluster:
-        yield cluster
+undisturbed = undisturbed_of(TableCluster)
 
 
 @pytest.mark.some("AFTER")
@@ -124,11 +118,7 @@ def test_a_server_that_alone_held_its_rows_costs_steps_but_no_byte(
 def test_a_snapshot_goes_on_with_another_number_of_servers(cluster: TableCluster, undisturbed: TableCluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
     taken = cluster.snapshot_from(AT)
-    before = cluster.processes()
-    assert cluster.launcher is not None
-    cluster.launcher.send_signal(signal.SIGKILL)
-    assert cluster.ended() == -signal.SIGKILL
-    assert not [name for name, process in before.items() if alive(process)]
+    cluster.kill_everything()
     cluster.resume_on("--workers", "1", "--servers", "3")
     cluster.ended_as(undisturbed)
     assert f": snapshot {taken['snapshot']}" in cluster.output
@@ -147,8 +137,7 @@ def test_in_the_streaming_modes_a_kill_loses_no_contribution(cluster: TableClust
     cluster.until(lambda: any(cluster.home.joinpath(f"waiting-{replica}").exists() for replica in (1, 2)))
     cluster.until(lambda: cluster.events("Members")[-1]["exposed"] == 0)  # every shard is on both
     cluster.processes()[victim].kill()
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends()
     assert f"{victim} was killed (SIGKILL): starting another" in cluster.output
     assert "Traceback" not in cluster.output
     said = cluster.events("Accounted")[-1]  # a server that took over counts from then on

@@ -38,6 +38,7 @@ from rallypoint.core.protocol import (
     Done,
     Evaluated,
     Finished,
+    GiveUp,
     Hello,
     Leaving,
     Message,
@@ -204,8 +205,9 @@ def test_a_member_that_sends_tensors_is_shown_out_and_gone_for_the_job(house: Ho
 
 @pytest.mark.parametrize(
     ("role", "message"),
-    [("server", Propose(record())), ("worker", CaughtUp({})), ("worker", Resize(2)), ("observer", Done())],
-    ids=["server proposes", "worker is in step", "worker resizes", "observer is done"],
+    [("server", Propose(record())), ("worker", CaughtUp({})), ("worker", Resize(2)), ("observer", Done()),
+     ("observer", GiveUp("for fun"))],
+    ids=["server proposes", "worker is in step", "worker resizes", "observer is done", "observer gives up"],
 )
 def test_a_message_out_of_its_role_closes_that_connection_alone(house: House, role: str, message: Message) -> None:
     house.open(workers_start=2)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from slot_bench import SlotBench, view_of
 from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _running, _terms, beat
-from test_core_worker import _view
 
 from rallypoint.config import group_of, resolve, with_own_optimizer
 from rallypoint.core.cluster.effects import Abort, Announce, Effect, FindSnapshot, TakeSnapshot, TellHeld
@@ -305,33 +305,31 @@ def test_a_shard_begins_at_the_version_that_is_uploaded() -> None:
 # ---- the worker's machine ----
 
 
-class _Bench:
+class _Bench(SlotBench):
     """A machine of two shards that may leave no version out."""
 
     def __init__(self) -> None:
-        self.machine = WorkerMachine("me", 2, frozenset(), 10, in_order=True)
-        self.view(count=1)
+        super().__init__(WorkerMachine("me", 2, frozenset(), 10, in_order=True), view_of(2))
 
-    def view(self, *, count: int, generation: int = 1) -> None:
-        view = _view(2, count=count, generation=generation)
-        self.machine.handle(Viewed(view))
-        for server in view.servers:
-            self.machine.handle(LinkUp(server.id))
+    def begin_again(self) -> None:
+        """In another generation, in which it is linked to all servers."""
+        self.handle(Viewed(view_of(2, count=2, generation=2)))
+        for server in ("s0", "s1"):
+            self.handle(LinkUp(server))
 
     def arrive(self, shard: int, version: int, *, whole: bool = False) -> list[Any]:
         assert self.machine.view is not None
-        return self.machine.handle(Arriving(shard, version, self.machine.view.number, whole=whole))
+        return self.handle(Arriving(shard, version, self.machine.view.number, whole=whole))
 
     def land(self, version: int, *, whole: bool = False) -> None:
         for shard in range(2):
             assert Land(shard) in self.arrive(shard, version, whole=whole)
-            self.machine.handle(Landed(shard))
+            self.handle(Landed(shard))
 
     def install(self, version: int, *, whole: bool = False) -> None:
         self.land(version, whole=whole)
         assert self.machine.next_action() == InstallAction(version)
-        assert self.machine.take(self.machine.next_action())
-        self.machine.handle(Installed())
+        self.installed()
 
 
 def test_a_worker_begins_with_a_whole_version_and_with_no_other() -> None:
@@ -348,11 +346,11 @@ def test_what_others_begin_again_with_is_not_taken_before_the_view_says_so() -> 
     bench = _Bench()
     bench.install(6, whole=True)
     assert Land(0) in bench.arrive(0, 7)
-    bench.machine.handle(Landed(0))  # a mean; with a state for the other shard the two would not fit together
+    bench.handle(Landed(0))  # a mean; with a state for the other shard the two would not fit together
     early = Arriving(1, 7, ViewNumber(1, 2), begins=True)
-    assert bench.machine.handle(early) == [DropArriving(1)]
+    assert bench.handle(early) == [DropArriving(1)]
     assert not isinstance(bench.machine.next_action(), InstallAction)
-    bench.view(count=2, generation=2)
+    bench.begin_again()
     bench.install(7, whole=True)
     assert bench.machine.step == 7
 
@@ -363,7 +361,7 @@ def test_a_mean_that_came_while_the_state_was_copied_is_fetched_then() -> None:
     assert bench.machine.next_action() == InstallAction(6)
     assert bench.machine.take(bench.machine.next_action())
     assert [bench.arrive(shard, 7) for shard in range(2)] == [[DropArriving(0)], [DropArriving(1)]]
-    assert bench.machine.handle(Installed()) == [Fetch(0, 7, "s0"), Fetch(1, 7, "s1")]
+    assert bench.handle(Installed()) == [Fetch(0, 7, "s0"), Fetch(1, 7, "s1")]
 
 
 def test_no_version_is_left_out_however_many_there_are() -> None:
@@ -384,9 +382,9 @@ def test_nothing_lands_while_a_version_that_has_become_stale_is_still_being_copi
     bench.install(6, whole=True)
     bench.land(7)
     assert bench.machine.take(bench.machine.next_action())
-    bench.view(count=2, generation=2)
+    bench.begin_again()
     assert [bench.arrive(shard, 6, whole=True) for shard in range(2)] == [[DropArriving(0)], [DropArriving(1)]]
-    assert bench.machine.handle(Installed()) == [Fetch(0, 6, "s0"), Fetch(1, 6, "s1")]
+    assert bench.handle(Installed()) == [Fetch(0, 6, "s0"), Fetch(1, 6, "s1")]
     assert bench.machine.step == -1
     bench.install(6, whole=True)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.view import Member, View, ViewNumber
 
@@ -13,20 +11,6 @@ def _joined(*names: str) -> Membership:
     for name in names:
         members.join(Member(name, "here"), "server" if name.startswith("s") else "worker")
     return members
-
-
-def test_nothing_is_noted_of_a_member_that_is_gone() -> None:
-    members = Membership()
-    members.spoke("w9", 1.0)
-    assert members._heard == {}
-
-
-def test_every_process_that_joins_has_an_incarnation_of_its_own_even_under_a_known_name() -> None:
-    members = _joined("s0", "w0", "w0")
-    assert members.servers["s0"].incarnation == 1
-    assert members.workers["w0"].incarnation == members.incarnations == 3
-    assert members.is_taken("w0", "worker")
-    assert not members.is_taken("w0", "server")
 
 
 def test_a_process_that_joins_as_new_is_never_given_the_incarnation_that_it_has_already() -> None:
@@ -76,48 +60,6 @@ def test_only_the_very_process_that_an_earlier_coordinator_knew_is_back() -> Non
     members.returned("w0")
     assert members.awaited == {"s0"}
     assert members.resets == {}
-
-
-def test_who_is_silent_is_named_with_the_seconds_and_one_never_heard_is_not_silent() -> None:
-    members = _joined("w0", "w1", "w2", "s0")
-    members.all_heard(1.0)
-    members.remove("w2")
-    members.join(Member("w2", "here"), "worker")
-    members.heard("w1", 4.0)
-    assert members.silent(5.0, patience=3.0) == [("w0", 4.0), ("s0", 4.0)]
-
-
-@pytest.mark.parametrize(("at_least", "at_most", "active"), [
-    (1, 2, ["w3", "w0"]),
-    (1, 9, ["w3", "w0", "w1"]),
-    (3, 2, ["w3", "w0"]),
-    (4, 9, []),
-])  # fmt: skip
-def test_those_compute_who_proposed_the_record_first_and_are_not_leaving(
-    at_least: int, at_most: int, active: list[str]
-) -> None:
-    members = _joined("w0", "w1", "w2", "w3", "w4")
-    for worker in ("w3", "w0", "w2", "w1"):
-        members.propose(worker)
-    members.leaving = {"w2"}
-    assert members.active(at_least, at_most) == active
-
-
-def test_all_are_done_when_everybody_who_has_proposed_the_record_is_and_anybody_has() -> None:
-    members = _joined("w0", "w1", "w2")
-    assert not members.all_done
-    members.propose("w0")
-    members.propose("w1")
-    members.done = {"w0"}
-    assert not members.all_done
-    members.done.add("w1")
-    assert members.all_done
-    members.remove("w1")
-    assert members.all_done
-    assert members.present == {"w0"}
-    members.propose("w2")
-    members.done.add("somebody")  # whose word is not that of those who are here
-    assert not members.all_done
 
 
 def test_the_end_is_put_off_for_a_worker_that_was_given_up_until_it_has_proposed_the_record_again() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
-from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from slot_bench import SlotBench, view_of
+
+from rallypoint.core.view import Assignment, View
 from rallypoint.core.worker.aligned import OverlapMachine
 from rallypoint.core.worker.slots import (
     Arriving,
@@ -15,7 +17,6 @@ from rallypoint.core.worker.slots import (
     Compute,
     Effect,
     Fetch,
-    Filled,
     Install,
     Installed,
     Land,
@@ -36,41 +37,21 @@ SHARDS = 4
 MINE = {"me": (0,), "other": (1,)}
 
 
-def _view(
-    assigned: Mapping[str, Sequence[int]] = MINE, *, count: int = 1, generation: int = 1, homes: str = "abab",
-    later: Mapping[str, Sequence[int]] | None = None, origin: str = "",
-) -> View:  # fmt: skip
-    assignments = [Assignment(0, {worker: tuple(of) for worker, of in assigned.items()})]
-    if later is not None:
-        assignments.append(Assignment(2, {worker: tuple(of) for worker, of in later.items()}))
-    return View(
-        number=ViewNumber(1, count), generation=ViewNumber(1, generation),
-        workers=tuple(Member(worker, "h", incarnation=1) for worker in assigned),
-        servers=tuple(Member(server, "h", f"{server}:1", 1) for server in sorted(set(homes))),
-        assignments=tuple(assignments), primary=dict(enumerate(homes)), uploader="other", origin=origin,
-        contributors={"me": tuple(range(9))},
-    )  # fmt: skip
+def _view(assigned: Mapping[str, Sequence[int]] = MINE, **others: Any) -> View:
+    return view_of(SHARDS, assigned, **others)
 
 
-class _Bench:
+class _Bench(SlotBench):
     """A machine at step 1, which has sent its contribution; `begin_early` begins step 2."""
 
     def __init__(self, view: View | None = None) -> None:
-        self.machine = OverlapMachine("me", SHARDS, frozenset(), 10)
-        self.machine.allow_early(True)
-        self.handle(Viewed(view or _view()))
-        for server in (view or _view()).servers:
-            self.handle(LinkUp(server.id))
+        machine = OverlapMachine("me", SHARDS, frozenset(), 10)
+        machine.allow_early(True)
+        super().__init__(machine, view or _view())
         self.land(1)
         assert self.machine.next_action() == Install(1)
-        assert self.machine.take(Install(1))
-        self.handle(Installed())
+        self.installed()
         self.compute()
-
-    def handle(self, event: object) -> list[Effect]:
-        effects = self.machine.handle(event)  # type: ignore[arg-type]
-        self.machine.validate()
-        return effects
 
     def arrive(self, shard: int, version: int) -> list[Effect]:
         assert self.machine.view is not None
@@ -82,17 +63,15 @@ class _Bench:
             self.handle(Landed(shard))
 
     def compute(self) -> None:
-        action = self.machine.next_action()
-        assert action == Compute(self.machine.step, 0)
-        assert self.machine.take(action)
-        self.fill()
+        assert self.machine.next_action() == Compute(self.machine.step, 0)
+        self.begin()
+        self.fill_all()
 
-    def fill(self) -> None:
+    def fill_all(self) -> None:
         sends: list[Send] = []
         for shard in range(SHARDS):
             if self.machine.may_fill(shard):
-                self.machine.fill(shard)
-                sends += [effect for effect in self.handle(Filled(shard)) if isinstance(effect, Send)]
+                sends += [effect for effect in self.fill(shard) if isinstance(effect, Send)]
         self.handle(ReplicaComputed())
         for send in sends:
             self.handle(SlotSent(send.shard, send.serial))
@@ -124,7 +103,7 @@ def test_a_step_begins_while_its_version_arrives_and_takes_gradients_once_it_is_
     assert bench.swap(0, 1, 2, 3) == [0, 1, 2]
     bench.handle(Installed())
     assert (bench.machine.step, bench.machine.early) == (2, False)
-    bench.fill()
+    bench.fill_all()
     assert bench.machine.presum.sent == set(range(SHARDS))
 
 
@@ -144,9 +123,9 @@ def test_a_version_that_is_all_here_is_installed_before_its_step_begins() -> Non
 
 def test_no_step_begins_early_while_a_contribution_to_the_last_one_may_be_lost() -> None:
     bench = _Bench()
-    bench.handle(LinkLost("a"))
+    bench.handle(LinkLost("s0"))
     assert bench.machine.next_action() is None
-    bench.handle(LinkUp("a"))
+    bench.handle(LinkUp("s0"))
     assert bench.machine.next_action() == Compute(1, 0)
 
 
@@ -154,8 +133,8 @@ def test_a_forward_pass_that_began_early_gives_way_to_work_of_the_step_before() 
     for cause in (
         [Assisted(1, 1)],
         [Viewed(_view({"me": (0, 1)}, count=2))],  # the other worker has died
-        [LinkLost("a"), LinkUp("a")],
-        [LinkLost("b"), Viewed(_view(count=2, homes="aaaa"))],  # server b has died
+        [LinkLost("s0"), LinkUp("s0")],
+        [LinkLost("s1"), Viewed(_view(count=2, homes=["s0"] * SHARDS))],  # server b has died
     ):
         bench = _Bench()
         bench.begin_early()
@@ -164,7 +143,7 @@ def test_a_forward_pass_that_began_early_gives_way_to_work_of_the_step_before() 
         for event in cause:
             bench.handle(event)
         if bench.machine.view is not None and bench.machine.view.number.count == 2 and not bench.machine.rewound:
-            bench.handle(LinkUp("a"))
+            bench.handle(LinkUp("s0"))
         assert bench.machine.rewound, cause
         bench.handle(ReplicaAbandoned())
         assert bench.machine.slots[1] is Slot.LANDED, "the main thread has swapped version 2 back into its slot"
@@ -176,8 +155,8 @@ def test_a_forward_pass_goes_on_when_nothing_is_wanted_of_the_step_before() -> N
     bench = _Bench()
     bench.begin_early()
     bench.land(2, [0, 2])
-    bench.handle(LinkLost("a"))  # it has had all contributions to these: they are at version 2
-    bench.handle(LinkUp("a"))
+    bench.handle(LinkLost("s0"))  # it has had all contributions to these: they are at version 2
+    bench.handle(LinkUp("s0"))
     assert not bench.machine.rewound
     bench.handle(Viewed(_view(count=2)))
     assert not bench.machine.rewound
@@ -189,7 +168,7 @@ def test_a_lost_link_takes_no_shard_back_that_the_model_has() -> None:
     bench.land(2, [0])
     bench.swap(0)
     assert bench.arrive(2, 2)[0] == Land(2)
-    bench.handle(LinkLost("a"))
+    bench.handle(LinkLost("s0"))
     assert bench.machine.here([0])
     assert bench.machine.slots[2] is Slot.FREE
 
@@ -197,7 +176,7 @@ def test_a_lost_link_takes_no_shard_back_that_the_model_has() -> None:
 def test_a_forward_pass_is_given_up_when_its_replica_moves_to_another_worker() -> None:
     bench = _Bench()
     bench.begin_early()
-    bench.handle(Viewed(_view(count=2, later={"other": (0, 1)})))
+    bench.handle(Viewed(_view(count=2, later=[Assignment(2, {"other": (0, 1)})])))
     assert bench.machine.rewound
     bench.handle(ReplicaAbandoned())
     assert bench.machine.next_action() is None
@@ -213,7 +192,7 @@ def test_a_forward_pass_is_given_up_when_every_shard_is_past_it() -> None:
     assert bench.machine.rewound
     effects = bench.handle(ReplicaAbandoned())
     assert [effect for effect in effects if isinstance(effect, Fetch)] == [
-        Fetch(shard, 3, "ab"[shard % 2]) for shard in range(SHARDS)
+        Fetch(shard, 3, f"s{shard % 2}") for shard in range(SHARDS)
     ]
 
 
@@ -223,12 +202,12 @@ def test_a_new_generation_waits_for_the_slots_that_the_main_thread_swaps() -> No
     bench.land(2, [0, 1])
     bench.swap(0)
     bench.handle(Viewed(_view(count=2, generation=2, origin="snapshot")))
-    for server in "ab":
+    for server in ("s0", "s1"):
         bench.handle(LinkUp(server))
     assert bench.machine.rewound
     assert not isinstance(bench.arrive(0, 0)[0], Land)
     bench.land(0, [1, 2, 3])
-    assert bench.handle(ReplicaAbandoned()) == [Fetch(0, 0, "a")]
+    assert bench.handle(ReplicaAbandoned()) == [Fetch(0, 0, "s0")]
     bench.land(0, [0])
     assert bench.machine.next_action() == Install(0)
 

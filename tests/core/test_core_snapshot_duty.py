@@ -7,10 +7,8 @@ import pytest
 from rallypoint.config import JobConfig, record_of
 from rallypoint.core.cluster.events import SnapshotLost
 from rallypoint.core.cluster.storing.snapshot_duty import (
-    CAPTURE_AHEAD,
     SNAPSHOT_PATIENCE,
     SnapshotDuty,
-    a_little_ahead,
     slowest_clock,
 )
 from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
@@ -72,11 +70,6 @@ def test_one_is_due_when_wanted_or_at_the_end_but_never_two_at_a_time() -> None:
     assert not _is_due(duty, _record(), 4, now=1.0, ending=False)
 
 
-def test_the_version_is_a_little_ahead_of_the_furthest_step_and_never_past_the_last() -> None:
-    assert _duty().next_version(_record(), 4, a_little_ahead, ending=False) == 4 + CAPTURE_AHEAD
-    assert _duty().next_version(_record(), STEPS - 1, a_little_ahead, ending=True) == STEPS
-
-
 def test_in_a_streaming_job_it_is_called_by_the_slowest_clock_never_lower_than_the_last_one() -> None:
     duty, record = _duty(), _record(Async())
     duty.computed(7, replica=0)
@@ -90,18 +83,6 @@ def test_in_a_streaming_job_it_is_called_by_the_slowest_clock_never_lower_than_t
     duty.computed(STEPS - 1, replica=0)
     duty.computed(STEPS - 1, replica=1)
     assert duty.next_version(record, STEPS - 1, slowest_clock, ending=False) == STEPS - 1
-
-
-def test_it_is_complete_when_every_shard_is_stored_however_often_a_part_comes() -> None:
-    duty = _duty()
-    id = duty.begin(7, SHARDS, now=1.0)
-    assert duty.under_way(id) is not None
-    assert duty.under_way("another") is None
-    assert not duty.stored((0, 1), now=2.0)
-    assert not duty.stored((0, 1), now=3.0)
-    assert duty.stored((2,), now=4.0)
-    assert duty.complete(now=5.0) == 7
-    assert (duty.last, duty.taking, duty.wanted) == ((7, 5.0), None, False)
 
 
 def test_no_two_have_one_id_not_even_of_two_coordinators() -> None:
@@ -126,16 +107,6 @@ def test_one_without_news_is_given_up_after_some_heartbeats_and_wanted_again_aft
     assert _is_due(duty, _record(), 7, now + duty.terms.heartbeat, ending=False)
 
 
-def test_one_that_is_lost_is_taken_again_only_if_it_came_too_late() -> None:
-    duty = _duty()
-    duty.begin(7, SHARDS, now=1.0)
-    assert duty.lost(passed=-1, now=1.0) == 7
-    assert (duty.taking, duty.wanted) == (None, False)
-    duty.begin(8, SHARDS, now=1.0)
-    assert duty.lost(passed=9, now=1.0) == 8
-    assert (duty.taking, duty.wanted) == (None, True)
-
-
 def test_one_that_fails_is_tried_again_more_and_more_seldom() -> None:
     """A process without file descriptors, or a full disk: 289 tries in a minute do not help it."""
     duty, now, pauses = _duty(steps=1), 0.0, []
@@ -153,15 +124,6 @@ def test_one_that_fails_is_tried_again_more_and_more_seldom() -> None:
     duty.complete(now)
     duty.wanted = False
     assert _is_due(duty, _record(), 9, now, ending=False), "the next one is due as always"
-
-
-def test_one_that_cannot_be_completed_any_more_is_wanted_again_and_none_where_none_was_taken() -> None:
-    duty = _duty()
-    duty.abandon()
-    assert not duty.wanted
-    duty.begin(7, SHARDS, now=1.0)
-    duty.abandon()
-    assert (duty.taking, duty.wanted) == (None, True)
 
 
 def test_after_a_roll_back_the_last_version_is_to_be_stored_again() -> None:

@@ -74,12 +74,6 @@ def test_what_is_known_of_a_worker_that_computes_nothing_is_known_no_longer_afte
     assert speeds.rates(["a", "b"]) == {"a": 2.0, "b": 2.0}
 
 
-def test_only_the_first_report_of_a_replica_s_step_is_one() -> None:
-    speeds = Speeds()
-    reports = [("a", 0, 0), ("b", 0, 1), ("b", 0, 0), ("a", 1, 0)]
-    assert [speeds.computed(w, step, replica, 1.0, now=1.0) for w, step, replica in reports] == [1, 1, 0, 1]
-
-
 _HANDS = {"fast": (0,), "slow": (1,)}
 
 
@@ -91,22 +85,6 @@ def test_a_straggler_is_late_when_it_has_said_nothing_for_twice_the_usual_time_o
     assert speeds.straggler(_HANDS, 4, ["fast", "slow"], now=5.2) is None  # it has been asked for
 
 
-def test_nobody_is_asked_who_has_something_to_do() -> None:
-    speeds = _speeds(fast=1.0, slow=1.0)
-    assert speeds.straggler(_HANDS, 4, ["fast", "slow"], now=9.0) is None  # both are late
-    busy = {"fast": (0, 2), "slow": (1,)}
-    speeds.computed("fast", 4, 0, 1.0, now=9.0)
-    assert speeds.straggler(busy, 4, ["fast", "slow"], now=10.5) is None
-
-
-def test_a_replica_that_has_been_reported_and_a_worker_that_was_never_heard_are_not_late() -> None:
-    speeds = _speeds(fast=1.0, slow=1.0)
-    speeds.computed("fast", 4, 0, 1.0, now=4.0)
-    speeds.computed("fast", 4, 1, 1.0, now=4.0)
-    assert speeds.straggler(_HANDS, 4, ["fast", "slow"], now=99.0) is None
-    assert _speeds(fast=1.0).straggler({"fast": (), "new": (1,)}, 4, ["fast", "new"], now=99.0) is None
-
-
 def test_after_a_roll_back_replicas_may_be_asked_for_again() -> None:
     speeds = _speeds(fast=1.0, slow=1.0)
     speeds.computed("fast", 4, 0, 1.0, now=4.0)
@@ -114,17 +92,6 @@ def test_after_a_roll_back_replicas_may_be_asked_for_again() -> None:
     speeds.restart()
     speeds.computed("fast", 4, 0, 1.0, now=9.0)
     assert speeds.straggler(_HANDS, 4, ["fast", "slow"], now=9.0) == ("fast", 4, 1)
-
-
-def test_a_worker_that_has_no_part_in_the_step_does_not_follow_and_is_not_asked() -> None:
-    speeds = _speeds(fast=1.0, slow=1.0, spare=1.0)
-    speeds.computed("fast", 4, 0, 1.0, now=4.0)
-    spared = {**_HANDS, "spare": ()}
-    assert speeds.straggler(spared, 4, ["spare", "fast", "slow"], now=9.0) == ("fast", 4, 1)
-    speeds.restart()
-    speeds.computed("fast", 4, 0, 1.0, now=9.0)
-    assert speeds.straggler(spared, 4, ["spare", "slow"], now=9.0) is None
-    assert speeds.straggler(_HANDS, 4, ["spare", "slow"], now=9.0) is None  # nor one that is in no deal at all
 
 
 def test_what_a_straggler_has_computed_it_may_keep_unsent_so_an_idle_worker_computes_it_too() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slot_bench import V1, SlotBench, view_of
 
 from rallypoint.core.shard.events import EVERYTHING
-from rallypoint.core.view import Assignment, Member, StandingOrders, View, ViewNumber
+from rallypoint.core.view import Assignment, View, ViewNumber
 from rallypoint.core.worker.slots import (
     Arriving,
     AskNext,
@@ -35,46 +37,18 @@ from rallypoint.core.worker.slots import (
 )
 from rallypoint.core.worker.streaming import StreamMachine
 
-V1 = ViewNumber(1, 1)
+
+def _view(shards: int, assigned: Sequence[int] = (0,), **others: Any) -> View:
+    """`assigned` are ours."""
+    return view_of(shards, {"me": assigned, "other": (9,)}, **others)
 
 
-def _view(
-    shards: int, assigned: Sequence[int] = (0,), *, count: int = 1, generation: int = 1,
-        homes: Sequence[str] | None = None,
-    incarnations: Mapping[str, int] | None = None, uploader: str = "other", origin: str = "", ending: bool = False,
-    later: Sequence[Assignment] = (),
-) -> View:  # fmt: skip
-    """A view of servers s0 and s1, which hold the even and the odd shards; `assigned` is dealt to us."""
-    primary = {s: homes[s] if homes is not None else f"s{s % 2}" for s in range(shards)}
-    born = {"s0": 1, "s1": 2, **(incarnations or {})}
-    return View(
-        number=ViewNumber(1, count), generation=ViewNumber(1, generation), workers=(Member("me", "h", incarnation=9),),
-        servers=tuple(Member(s, "h", f"{s}:1", incarnation) for s, incarnation in born.items()),
-        assignments=(Assignment(0, {"me": tuple(assigned), "other": (9,)}), *later), primary=primary, origin=origin,
-            uploader=uploader,
-        orders=StandingOrders(ending=ending),
-    )  # fmt: skip
-
-
-class _Bench:
-    """A machine, and its shell's part."""
-
+class _Bench(SlotBench):
     def __init__(
         self, shards: int = 2, assigned: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10,
         view: View | None = None,
     ) -> None:  # fmt: skip
-        self.machine = StreamMachine("me", shards, frozenset(buffers), steps)
-        self.shards = shards
-        self.first: list[Effect] = []  # what is said when everything stands for the first time
-        view = view or _view(shards, assigned)
-        self.handle(Viewed(view))
-        for server in view.servers:
-            self.first += self.handle(LinkUp(server.id))
-
-    def handle(self, event: object) -> list[Effect]:
-        effects = self.machine.handle(event)  # type: ignore[arg-type]
-        self.machine.validate()
-        return effects
+        super().__init__(StreamMachine("me", shards, frozenset(buffers), steps), view or _view(shards, assigned))
 
     def arrive(self, shard: int, replica: int, clock: int, version: int = 0) -> list[Effect]:
         assert self.machine.view is not None
@@ -88,27 +62,11 @@ class _Bench:
             effects = self.handle(Landed(shard))
         return effects
 
-    def installed(self) -> list[Effect]:
-        """What has landed is copied into the model."""
-        assert self.machine.take(self.machine.next_action())
-        return self.handle(Installed())
-
     def answer(self, replica: int, clock: int, version: int = 0) -> None:
         """All shards answer, and that is installed."""
         self.land(replica, clock, version=version)
         assert self.machine.next_action() == Install(clock)
         self.installed()
-
-    def begin(self) -> int:
-        action = self.machine.next_action()
-        assert isinstance(action, Compute)
-        assert self.machine.take(action)
-        return action.replica
-
-    def fill(self, shard: int) -> list[Effect]:
-        assert self.machine.may_fill(shard)
-        self.machine.fill(shard)
-        return self.handle(Filled(shard))
 
     def compute(self, *, sent: bool = True) -> list[Send]:
         """The turn's replica; what was sent."""
@@ -121,9 +79,6 @@ class _Bench:
             self.handle(SlotSent(send.shard, send.serial))
         self.after = self.handle(ReplicaComputed())
         return sends
-
-    def slot(self, shard: int) -> Slot:
-        return self.machine._slots[shard]
 
 
 def test_a_worker_keeps_what_is_assigned_to_it_and_the_step_in_progress() -> None:
@@ -236,9 +191,7 @@ def test_a_buffer_shard_gets_replica_0_alone_and_is_asked_for_the_others_too() -
     bench.installed()
     bench.begin()
     assert bench.machine.may_fill(1) is None
-    (send,) = bench.fill(0)
-    assert isinstance(send, Send)
-    bench.handle(SlotSent(0, send.serial))
+    bench.send(0)
     assert bench.handle(ReplicaComputed()) == _wants(0, 1)
 
 
@@ -283,18 +236,14 @@ def test_an_answer_that_comes_too_early_is_asked_for_again_once_the_step_is_over
     assert bench.arrive(0, 0, 1) == [DropArriving(0)]
     assert isinstance(first, Send)
     bench.handle(SlotSent(0, first.serial))
-    (second,) = bench.fill(1)
-    assert isinstance(second, Send)
-    bench.handle(SlotSent(1, second.serial))
+    bench.send(1)
     assert bench.handle(ReplicaComputed()) == _wants(0, 0)
 
 
 def test_an_answer_may_land_while_other_shards_of_the_step_are_still_computed() -> None:
     bench = _in_turn(2)
     bench.begin()
-    (first,) = bench.fill(0)
-    assert isinstance(first, Send)
-    bench.handle(SlotSent(0, first.serial))
+    bench.send(0)
     assert bench.arrive(0, 0, 1, version=5) == [Land(0)]
     assert bench.machine.may_fill(0) is None  # this turn's has been sent
     bench.handle(Landed(0))
@@ -351,9 +300,7 @@ def test_a_replica_that_turns_out_to_be_finished_before_its_step_is_over_is_not_
     bench.answer(0, 1)
     bench.begin()
     for shard in (0, 1):  # who had it before has computed it to the end: the servers drop this step as a repeat
-        (send,) = bench.fill(shard)
-        assert isinstance(send, Send)
-        bench.handle(SlotSent(shard, send.serial))
+        bench.send(shard)
         bench.land(0, 4, [shard])
     assert bench.handle(ReplicaComputed()) == _wants(EVERYTHING, 0, 1)
     assert bench.machine.next_action() is None
@@ -366,9 +313,7 @@ def test_a_replica_that_was_finished_on_a_lost_primary_goes_on_where_the_new_one
     bench.answer(0, 1)
     bench.begin()
     for shard in (0, 1):
-        (send,) = bench.fill(shard)
-        assert isinstance(send, Send)
-        bench.handle(SlotSent(shard, send.serial))
+        bench.send(shard)
         bench.land(0, 4, [shard])
     bench.handle(LinkLost("s1"))
     assert bench.handle(ReplicaComputed()) == []
@@ -482,9 +427,7 @@ def test_what_may_not_have_arrived_is_computed_again_and_nothing_else() -> None:
     bench = _in_turn(4)
     bench.begin()
     for shard in (0, 1, 2):
-        (send,) = bench.fill(shard)
-        assert isinstance(send, Send)
-        bench.handle(SlotSent(shard, send.serial))
+        bench.send(shard)
     assert bench.arrive(0, 0, 1) == [Land(0)]
     bench.handle(Landed(0))
     bench.handle(LinkLost("s0"))  # shards 0 and 2: an answer says nothing of what was sent with the question

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.core.placing.assigner import PAUSE_S, ROUNDS, SECONDS, Trial
+from rallypoint.core.placing.assigner import PAUSE_S, ROUNDS, Trial
 
 FORMER = {"a": (0, 1), "b": (2, 3)}
 REPLICAS = 4
@@ -27,19 +27,6 @@ class _Clock:
         self.rounds(ROUNDS + 1, seconds)
         assert self.trial.round(self.now) == pytest.approx(seconds)
         self.trial.begin(FORMER, seconds, self.step + 2)
-
-
-def test_nothing_is_tried_before_enough_rounds_and_enough_seconds_are_measured() -> None:
-    clock = _Clock()
-    clock.rounds(ROUNDS, 10.0)
-    assert clock.trial.round(clock.now) is None  # one more: the first end is only where the second round begins
-    clock.rounds(1, 10.0)
-    assert clock.trial.round(clock.now) is not None
-    quick = _Clock()
-    quick.rounds(ROUNDS + 1, SECONDS / (ROUNDS + 2))
-    assert quick.trial.round(quick.now) is None
-    quick.rounds(3, SECONDS / (ROUNDS + 2))
-    assert quick.trial.round(quick.now) is not None
 
 
 @pytest.mark.parametrize(("after", "paid"), [(0.5, True), (0.94, True), (0.97, False), (1.0, False), (2.0, False)])

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_core_placement import _SIZES, _loads, _shards
 
-from rallypoint.core.layout import Shard
 from rallypoint.core.placing.placement import _within, place, place_backups, weighted_ranking
 
 NAMES = ("a", "b", "c", "d")
-_SIZES = st.lists(st.integers(1, 64), max_size=60)
 _WEIGHTS = st.lists(st.sampled_from([0.125, 0.5, 1.0, 1.3, 4.0]), min_size=1, max_size=6).map(
     lambda values: {f"server{index}": value for index, value in enumerate(values)}
 )
-
-
-def _shards(words: Sequence[int]) -> list[Shard]:
-    shards, start = [], 0
-    for index, size in enumerate(words):
-        shards.append(Shard(index, 0, start, start + size))
-        start += size
-    return shards
-
-
-def _loads(shards: Sequence[Shard], placed: Mapping[int, str]) -> Counter[str]:
-    loads: Counter[str] = Counter()
-    for shard in shards:
-        loads[placed[shard.index]] += shard.nbytes
-    return loads
 
 
 def test_a_server_with_half_the_link_gets_half_the_bytes() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slot_bench import V1, SlotBench, view_of
 
 from rallypoint.core.cadence import TOGETHER, Cadence, Period
-from rallypoint.core.view import Assignment, Member, StandingOrders, View, ViewNumber
+from rallypoint.core.view import Assignment, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine, sent_of, unapplied
 from rallypoint.core.worker.slots import (
     Arriving,
@@ -36,46 +37,13 @@ from rallypoint.core.worker.slots import (
     Viewed,
 )
 
-V1 = ViewNumber(1, 1)
 
-
-def _view(
-    shards: int, assigned: Mapping[str, Sequence[int]] | None = None, *, count: int = 1, generation: int = 1,
-    homes: Sequence[str] | None = None, incarnations: Mapping[str, int] | None = None, uploader: str = "other",
-    origin: str = "", ending: bool = False, later: Sequence[Assignment] = (), mine: Sequence[int] = range(9),
-) -> View:  # fmt: skip
-    """A view of servers s0 and s1, which hold the even and the odd shards. They take the replicas `mine` from "me"."""
-    primary = {s: homes[s] if homes is not None else f"s{s % 2}" for s in range(shards)}
-    born = {"s0": 1, "s1": 2, **(incarnations or {})}
-    return View(
-        number=ViewNumber(1, count), generation=ViewNumber(1, generation), workers=(Member("me", "h", incarnation=9),),
-        servers=tuple(Member(s, "h", f"{s}:1", incarnation) for s, incarnation in born.items()),
-        assignments=(Assignment(0, {"me": (0,)} if assigned is None else {w: tuple(h) for w, h in assigned.items()}),
-            *later),
-        primary=primary, origin=origin, uploader=uploader, orders=StandingOrders(ending=ending),
-        contributors={"me": tuple(mine)},
-    )  # fmt: skip
-
-
-class _Bench:
-    """A machine, and its shell's part."""
-
+class _Bench(SlotBench):
     def __init__(
         self, shards: int, view: View | None = None, buffers: Sequence[int] = (), steps: int = 10,
         cadence: Cadence = TOGETHER,
     ) -> None:  # fmt: skip
-        self.machine = WorkerMachine("me", shards, frozenset(buffers), steps, cadence=cadence)
-        self.shards = shards
-        self.view = view
-        if view is not None:
-            self.handle(Viewed(view))
-            for server in view.servers:
-                self.handle(LinkUp(server.id))
-
-    def handle(self, event: object) -> list[Effect]:
-        effects = self.machine.handle(event)  # type: ignore[arg-type]
-        self.machine.validate()
-        return effects
+        super().__init__(WorkerMachine("me", shards, frozenset(buffers), steps, cadence=cadence), view)
 
     def arrive(self, shard: int, version: int) -> list[Effect]:
         number = self.machine.view.number if self.machine.view is not None else V1
@@ -92,22 +60,6 @@ class _Bench:
         self.installed()
         assert self.machine.step == version
 
-    def installed(self) -> list[Effect]:
-        """What has landed is copied into the model."""
-        assert self.machine.take(self.machine.next_action())
-        return self.handle(Installed())
-
-    def begin(self) -> int:
-        action = self.machine.next_action()
-        assert isinstance(action, Compute)
-        assert self.machine.take(action)
-        return action.replica
-
-    def fill(self, shard: int) -> list[Effect]:
-        assert self.machine.may_fill(shard)
-        self.machine.fill(shard)
-        return self.handle(Filled(shard))
-
     def compute(self, *, sent: bool = True) -> list[Send]:
         """One replica; what was sent."""
         replica = self.begin()
@@ -122,7 +74,7 @@ class _Bench:
 
 
 def _at_step_0(shards: int = 2, assigned: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10) -> _Bench:
-    bench = _Bench(shards, _view(shards, {"me": assigned}), buffers, steps)
+    bench = _Bench(shards, view_of(shards, {"me": assigned}), buffers, steps)
     bench.install(0)
     return bench
 
@@ -132,7 +84,7 @@ def _at_step_0(shards: int = 2, assigned: Sequence[int] = (0,), buffers: Sequenc
 
 @given(st.permutations(list(range(5))))
 def test_version_0_is_installed_once_all_shards_have_landed_in_any_order(order: list[int]) -> None:
-    bench = _Bench(5, _view(5))
+    bench = _Bench(5, view_of(5))
     assert bench.machine.next_action() is None
     for count, shard in enumerate(order):
         if count:
@@ -149,30 +101,30 @@ def test_version_0_is_installed_once_all_shards_have_landed_in_any_order(order: 
 
 def test_the_first_weights_are_uploaded_by_whom_the_view_names_and_only_when_every_server_is_linked() -> None:
     mine = _Bench(2)
-    mine.handle(Viewed(_view(2, uploader="me")))
+    mine.handle(Viewed(view_of(2, uploader="me")))
     mine.handle(LinkUp("s0"))
     assert mine.machine.next_action() is None
     mine.handle(LinkUp("s1"))
     assert mine.machine.next_action() == UploadFirst()
     assert mine.machine.take(UploadFirst())
     assert mine.machine.next_action() is None
-    assert _Bench(2, _view(2, uploader="somebody")).machine.next_action() is None
-    assert _Bench(2, _view(2, uploader="me", origin="step-7")).machine.next_action() is None  # the servers have them
+    assert _Bench(2, view_of(2, uploader="somebody")).machine.next_action() is None
+    assert _Bench(2, view_of(2, uploader="me", origin="step-7")).machine.next_action() is None  # the servers have them
 
 
-def test_the_first_weights_are_uploaded_again_after_a_new_generation_and_not_after_any_other_view() -> None:
-    bench = _Bench(2, _view(2, uploader="me"))
+def test_the_first_weights_are_uploaded_again_after_a_new_generation_and_not_after_any_otherview_of() -> None:
+    bench = _Bench(2, view_of(2, uploader="me"))
     assert bench.machine.take(UploadFirst())
-    bench.handle(Viewed(_view(2, uploader="me", count=2)))
+    bench.handle(Viewed(view_of(2, uploader="me", count=2)))
     assert bench.machine.next_action() is None
-    bench.handle(Viewed(_view(2, uploader="me", count=3, generation=3)))
+    bench.handle(Viewed(view_of(2, uploader="me", count=3, generation=3)))
     assert bench.machine.next_action() is None  # all links are made anew
     assert [bench.handle(LinkUp(server)) for server in ("s0", "s1")] == [[Follow("s0")], [Follow("s1")]]
     assert bench.machine.next_action() == UploadFirst()
 
 
 def test_first_weights_that_were_lost_with_a_link_are_uploaded_again() -> None:
-    bench = _Bench(2, _view(2, uploader="me"))
+    bench = _Bench(2, view_of(2, uploader="me"))
     assert bench.machine.take(UploadFirst())
     bench.handle(LinkLost("s1"))
     assert bench.machine.next_action() is None
@@ -181,7 +133,7 @@ def test_first_weights_that_were_lost_with_a_link_are_uploaded_again() -> None:
 
 
 def test_first_weights_that_are_known_to_have_come_are_not_uploaded_again() -> None:
-    bench = _Bench(2, _view(2, uploader="me"))
+    bench = _Bench(2, view_of(2, uploader="me"))
     assert bench.machine.take(UploadFirst())
     bench.arrive(1, 0)
     bench.handle(LinkLost("s1"))
@@ -193,7 +145,7 @@ def test_first_weights_that_are_known_to_have_come_are_not_uploaded_again() -> N
     assert bench.machine.next_action() == Compute(0, 0)
 
 
-@pytest.mark.parametrize("view", [_view(2, uploader="other"), _view(2, uploader="me", origin="step-7")])
+@pytest.mark.parametrize("view", [view_of(2, uploader="other"), view_of(2, uploader="me", origin="step-7")])
 def test_a_lost_link_takes_no_first_weights_of_one_who_uploaded_none(view: View) -> None:
     bench = _Bench(2, view)
     bench.handle(LinkLost("s1"))
@@ -273,7 +225,7 @@ def test_a_version_does_not_land_over_a_gradient_that_is_being_sent_and_is_fetch
     bench = _at_step_0(2)
     sends = bench.compute(sent=False)
     assert bench.arrive(0, 1) == [DropArriving(0)]
-    assert bench.machine._slots[0] is Slot.QUEUED
+    assert bench.slot(0) is Slot.QUEUED
     assert bench.handle(SlotSent(0, sends[0].serial)) == [Fetch(0, 1, sends[0].server)]
     assert bench.arrive(0, 1) == [Land(0)]
     bench.handle(Landed(0))
@@ -294,7 +246,7 @@ def test_a_straggler_s_replica_is_computed_for_the_step_that_was_asked_for_and_f
 
 
 def test_assigned_replicas_follow_the_assignment_that_counts_for_the_step() -> None:
-    bench = _Bench(1, _view(1, {"me": [0]}, later=[Assignment(1, {"me": (2, 5)})]))
+    bench = _Bench(1, view_of(1, {"me": [0]}, later=[Assignment(1, {"me": (2, 5)})]))
     bench.install(0)
     assert list(bench.machine.assigned) == [0]
     bench.install(1)
@@ -426,7 +378,7 @@ def test_a_replica_of_a_generation_that_has_become_stale_before_it_is_taken_up_i
     bench = _at_step_0(2)
     action = bench.machine.next_action()
     assert isinstance(action, Compute)
-    bench.handle(Viewed(_view(2, count=5, generation=5, origin="step-0")))
+    bench.handle(Viewed(view_of(2, count=5, generation=5, origin="step-0")))
     assert not bench.machine.take(action)
     assert not bench.machine.take(None)
 
@@ -465,9 +417,9 @@ def test_a_gradient_is_not_queued_for_a_link_that_is_gone() -> None:
     bench.begin()
     bench.machine.fill(1)
     bench.handle(LinkLost("s1"))
-    assert bench.machine._slots[1] is Slot.FILLING
+    assert bench.slot(1) is Slot.FILLING
     assert bench.handle(Filled(1)) == []
-    assert bench.machine._slots[1] is Slot.FREE
+    assert bench.slot(1) is Slot.FREE
 
 
 def test_a_version_that_broke_off_halfway_is_received_again() -> None:
@@ -497,14 +449,14 @@ def test_a_fetch_that_a_lost_link_swallowed_is_asked_again() -> None:
 
 def test_an_older_view_is_ignored() -> None:
     bench = _at_step_0()
-    assert bench.handle(Viewed(_view(2, {"me": [7]}, count=1))) == []
+    assert bench.handle(Viewed(view_of(2, {"me": [7]}, count=1))) == []
     assert list(bench.machine.assigned) == [0]
 
 
 def test_what_was_sent_to_a_shard_s_old_home_is_computed_for_the_new_one() -> None:
     bench = _at_step_0(2)
     bench.compute()
-    assert bench.handle(Viewed(_view(2, count=2, homes=["s0", "s0"]))) == []
+    assert bench.handle(Viewed(view_of(2, count=2, homes=["s0", "s0"]))) == []
     assert bench.machine.next_action() == Compute(0, 0)
     assert [(send.shard, send.server, send.view) for send in bench.compute()] == [(1, "s0", ViewNumber(1, 2))]
 
@@ -512,7 +464,7 @@ def test_what_was_sent_to_a_shard_s_old_home_is_computed_for_the_new_one() -> No
 def test_a_server_that_was_restarted_has_to_be_linked_again() -> None:
     bench = _at_step_0(2)
     bench.compute()
-    bench.handle(Viewed(_view(2, count=2, incarnations={"s1": 5})))
+    bench.handle(Viewed(view_of(2, count=2, incarnations={"s1": 5})))
     assert bench.machine.next_action() is None
     bench.handle(LinkUp("s1"))
     assert [send.shard for send in bench.compute()] == [1]
@@ -521,7 +473,7 @@ def test_a_server_that_was_restarted_has_to_be_linked_again() -> None:
 def test_a_replica_that_changed_hands_is_computed_here_for_the_same_step() -> None:
     bench = _at_step_0(2, [0])
     bench.compute()
-    bench.handle(Viewed(_view(2, {"me": [0, 3]}, count=2)))
+    bench.handle(Viewed(view_of(2, {"me": [0, 3]}, count=2)))
     assert bench.machine.next_action() == Compute(0, 3)
 
 
@@ -533,10 +485,10 @@ def test_a_replica_that_servers_would_refuse_is_not_sent_and_is_computed_again_w
     bench = _at_step_0(2, [3])
     bench.begin()
     bench.machine.fill(0)
-    given_up = _view(2, {"other": [3]}, count=2, mine=())
+    given_up = view_of(2, {"other": [3]}, count=2, mine=())
     bench.handle(Viewed(given_up if back else msgspec.structs.replace(given_up, workers=())))
     assert bench.handle(Filled(0)) == []
-    bench.handle(Viewed(_view(2, {"me": [3]}, count=3)))
+    bench.handle(Viewed(view_of(2, {"me": [3]}, count=3)))
     for shard in range(2):
         assert bench.arrive(shard, 0) == [DropArriving(shard)]  # it follows again, and hears that the step is not over
     assert [send.shard for send in bench.fill(1) if isinstance(send, Send)] == [1]
@@ -546,26 +498,26 @@ def test_a_replica_that_servers_would_refuse_is_not_sent_and_is_computed_again_w
 
 def test_a_worker_that_takes_no_part_follows_nobody_and_is_not_sent_what_it_does_not_need() -> None:
     bench = _Bench(2)
-    assert bench.handle(Viewed(_view(2, {"other": [0]}))) == []
+    assert bench.handle(Viewed(view_of(2, {"other": [0]}))) == []
     assert [bench.handle(LinkUp(s)) for s in ("s0", "s1")] == [[], []]
     assert not bench.machine.following
-    assert bench.handle(Viewed(_view(2, {"me": [0]}, count=2))) == [Follow("s0"), Follow("s1")]
+    assert bench.handle(Viewed(view_of(2, {"me": [0]}, count=2))) == [Follow("s0"), Follow("s1")]
     bench.install(5)  # the job had gone on without it
-    assert bench.handle(Viewed(_view(2, {"other": [0]}, count=3))) == [Follow("s0", False), Follow("s1", False)]
+    assert bench.handle(Viewed(view_of(2, {"other": [0]}, count=3))) == [Follow("s0", False), Follow("s1", False)]
     assert bench.machine.next_action() is None
 
 
 def test_a_worker_that_will_take_part_later_follows_from_now_on() -> None:
     bench = _Bench(1)
     bench.handle(LinkUp("s0"))
-    bench.handle(Viewed(_view(1, {"other": [0]}, later=[Assignment(4, {"me": (0,)})])))
+    bench.handle(Viewed(view_of(1, {"other": [0]}, later=[Assignment(4, {"me": (0,)})])))
     assert bench.handle(LinkUp("s0")) == [Follow("s0")]
 
 
 def test_when_it_follows_again_nothing_is_computed_before_it_has_heard_where_the_others_are() -> None:
     bench = _at_step_0(2)
-    bench.handle(Viewed(_view(2, {"other": [0]}, count=2)))
-    bench.handle(Viewed(_view(2, {"me": [0]}, count=3)))
+    bench.handle(Viewed(view_of(2, {"other": [0]}, count=2)))
+    bench.handle(Viewed(view_of(2, {"me": [0]}, count=3)))
     assert bench.machine.next_action() is None
     assert bench.arrive(0, 4) == [Land(0)]
     assert bench.machine.next_action() is None
@@ -577,15 +529,15 @@ def test_when_it_follows_again_nothing_is_computed_before_it_has_heard_where_the
 
 def test_when_it_follows_again_within_the_same_step_it_goes_on_with_it() -> None:
     bench = _at_step_0(2)
-    bench.handle(Viewed(_view(2, {"other": [0]}, count=2)))
-    bench.handle(Viewed(_view(2, {"me": [0]}, count=3)))
+    bench.handle(Viewed(view_of(2, {"other": [0]}, count=2)))
+    bench.handle(Viewed(view_of(2, {"me": [0]}, count=3)))
     assert [bench.arrive(shard, 0)[0] for shard in (0, 1)] == [DropArriving(0), DropArriving(1)]
     assert bench.machine.next_action() == Compute(0, 0)
 
 
 def test_a_standby_worker_gets_the_last_version_when_the_job_is_ending() -> None:
-    bench = _Bench(2, _view(2, {"other": [0]}), steps=3)
-    assert bench.handle(Viewed(_view(2, {"other": [0]}, count=2, ending=True))) == [Follow("s0"), Follow("s1")]
+    bench = _Bench(2, view_of(2, {"other": [0]}), steps=3)
+    assert bench.handle(Viewed(view_of(2, {"other": [0]}, count=2, ending=True))) == [Follow("s0"), Follow("s1")]
     bench.install(3)
     assert bench.machine.next_action() is None
 
@@ -599,7 +551,7 @@ def test_after_a_roll_back_everything_is_fetched_anew_and_the_old_replica_is_sta
     bench.install(1)
     bench.begin()
     bench.machine.fill(0)
-    view = _view(2, count=5, generation=5, origin="step-0")
+    view = view_of(2, count=5, generation=5, origin="step-0")
     assert bench.handle(Viewed(view)) == []  # the links have ended: what is under way on them is void
     assert [bench.handle(LinkUp(server)) for server in ("s0", "s1")] == [[Follow("s0")], [Follow("s1")]]
     assert bench.machine.rewound
@@ -622,7 +574,7 @@ def test_a_roll_back_while_a_version_is_copied_makes_it_stale_and_what_it_was_co
     bench.compute()
     bench.land(1)
     assert bench.machine.take(bench.machine.next_action())
-    bench.handle(Viewed(_view(2, count=5, generation=5, origin="step-0")))
+    bench.handle(Viewed(view_of(2, count=5, generation=5, origin="step-0")))
     for server in ("s0", "s1"):
         bench.handle(LinkUp(server))
     bench.land(0, [0])
@@ -637,14 +589,14 @@ def test_a_roll_back_while_a_version_is_copied_makes_it_stale_and_what_it_was_co
 
 def test_a_roll_back_while_nothing_is_computed_leaves_nothing_to_abandon() -> None:
     bench = _at_step_0(2)
-    bench.handle(Viewed(_view(2, count=5, generation=5, origin="step-0")))
+    bench.handle(Viewed(view_of(2, count=5, generation=5, origin="step-0")))
     assert not bench.machine.rewound
     assert bench.machine.next_action() is None
 
 
 def test_a_version_from_before_the_roll_back_is_read_and_forgotten() -> None:
     bench = _at_step_0(2)
-    bench.handle(Viewed(_view(2, count=5, generation=5, origin="step-0")))
+    bench.handle(Viewed(view_of(2, count=5, generation=5, origin="step-0")))
     assert bench.handle(Arriving(0, 7, ViewNumber(1, 4))) == [DropArriving(0)]
     assert bench.machine.target == -1
     assert bench.handle(Arriving(0, 0, ViewNumber(1, 5))) == [Land(0)]
@@ -699,7 +651,7 @@ def test_no_version_ever_lands_in_a_slot_that_is_being_filled_and_no_slot_is_fil
             count += 1
             generation = count if what == "roll back" else machine.view.generation.count  # type: ignore[union-attr]
             assigned = data.draw(st.sampled_from([[], [0], [0, 1]]))
-            effects = bench.handle(Viewed(_view(3, {"me": assigned}, count=count, generation=generation,
+            effects = bench.handle(Viewed(view_of(3, {"me": assigned}, count=count, generation=generation,
                 origin="step-0")))
         for effect in effects:
             assert not (isinstance(effect, Land) and effect.shard in filling)
@@ -728,7 +680,7 @@ def test_nothing_is_carried_from_one_step_into_the_next() -> None:
 
 def _staggered(assigned: Sequence[int] = (0,)) -> _Bench:
     """Shards 0 and 1 take turns over 5 ticks, shard 2 is due at every one: own versions 3, 3 and 5 at the end."""
-    bench = _Bench(3, _view(3, {"me": assigned}), [2], 5, Cadence((Period(2, 0), Period(2, 1)), 5, (0, 1, -1)))
+    bench = _Bench(3, view_of(3, {"me": assigned}), [2], 5, Cadence((Period(2, 0), Period(2, 1)), 5, (0, 1, -1)))
     bench.land(0)
     assert bench.machine.next_action() == Install(0)
     assert bench.machine.take(bench.machine.next_action())
@@ -774,7 +726,7 @@ def test_at_the_last_round_everything_is_sent_and_after_it_nothing_is_waited_for
 
 
 def test_a_late_joiner_takes_each_shard_at_the_version_that_is_right_for_the_round() -> None:
-    bench = _Bench(3, _view(3), [2], 5, Cadence((Period(2, 0), Period(2, 1)), 5, (0, 1, -1)))
+    bench = _Bench(3, view_of(3), [2], 5, Cadence((Period(2, 0), Period(2, 1)), 5, (0, 1, -1)))
     bench.land(1, [0])  # tick 2 in progress: shard 0 has had one update, shard 1 one, shard 2 two
     bench.land(1, [1])
     bench.land(2, [2])

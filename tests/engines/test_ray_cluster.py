@@ -248,11 +248,6 @@ class TestRayCluster(ClusterContract):
                 cluster.start(Command(name=f"server{n}", role="server", argv=argv), said.append)
             until(lambda: len(said) == 2 and [w.handle.begun for w in workers].count(None) == 1)  # type: ignore[attr-defined]
 
-    def test_after_its_end_nothing_can_be_started(self, running: Any) -> None:
-        running.end()
-        with pytest.raises(UsageError, match="ended"):
-            Started(running, "pass")
-
 
 def until(true: Callable[[], bool]) -> None:
     """Wait until this is true."""

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ _RESNET_SETTINGS = {
 }  # fmt: skip
 _PLAIN = {"replicas": 3, "batch": 6, "steps": 24, "seed": 8, "network.shard_bytes": 4 << 10}
 
-CASES = {
+SYNC_CASES = {
     "gpt": Case(_gpt, _gpt_loss, _GPT_SETTINGS),
     "resnet": Case(_resnet, _classify, _RESNET_SETTINGS),
     "accumulation of 3": Case(_sometimes, _sometimes_loss, {**_PLAIN, "accumulate": 3, "clip": 1.0}),
@@ -163,7 +164,7 @@ def _rmsprop(model: torch.nn.Module) -> tuple[list[Any], list[Any]]:
 
 _ALL = {"sync": rp.AllReduce()}
 ALL_REDUCE_CASES = {
-    name: Case(case.build, case.loss, {**case.settings, **_ALL}, case.weight_of) for name, case in CASES.items()
+    name: Case(case.build, case.loss, {**case.settings, **_ALL}, case.weight_of) for name, case in SYNC_CASES.items()
 } | {
     "adam, fused": Case(_gpt, _gpt_loss, {**_GPT_SETTINGS, **_ALL, "optimizer": rp.Adam(lr=3e-3, fused=True)}),
     "own muon": Case(_gpt, _gpt_loss, {**_GPT_SETTINGS, **_ALL, "steps": 20}, own=_muon),
@@ -233,38 +234,23 @@ LOCAL_CASES = {
 }  # fmt: skip
 
 
+CASES = SYNC_CASES | {
+    f"{mode} {name}": case
+    for mode, cases in (("all-reduce", ALL_REDUCE_CASES), ("local", LOCAL_CASES))
+    for name, case in cases.items()
+}
+
+
+@cache
 def reference_hash(name: str) -> str:
     """The weights' hash of plain PyTorch in this process."""
     case = CASES[name]
     model, dataset = case.build()
-    train_reference(model, dataset, case.loss, case.config, weight_of=case.weight_of)
+    if isinstance(case.config.sync, rp.LocalSteps):
+        train_local_reference(model, dataset, case.loss, case.config, weight_of=case.weight_of)
+    else:
+        train_reference(model, dataset, case.loss, case.config, weight_of=case.weight_of, own=case.own)
     return weights_hash(model)
-
-
-def all_reduce_reference_hash(name: str) -> str:
-    """The weights' hash of plain PyTorch in this process, for a case whose optimizer is the workers'."""
-    case = ALL_REDUCE_CASES[name]
-    model, dataset = case.build()
-    train_reference(model, dataset, case.loss, case.config, weight_of=case.weight_of, own=case.own)
-    return weights_hash(model)
-
-
-def local_reference_hash(name: str) -> str:
-    """The weights' hash of plain PyTorch in this process, for a case with local steps."""
-    case = LOCAL_CASES[name]
-    model, dataset = case.build()
-    train_local_reference(model, dataset, case.loss, case.config, weight_of=case.weight_of)
-    return weights_hash(model)
-
-
-def train_locally_on_worker(job: rp.Job, name: str) -> str:
-    """The weights' hash on one worker of a real cluster, for a case with local steps."""
-    return _train(job, LOCAL_CASES[name])
-
-
-def train_stepping_on_worker(job: rp.Job, name: str) -> str:
-    """The weights' hash on one worker of a real cluster, for a case whose optimizer is the workers'."""
-    return _train(job, ALL_REDUCE_CASES[name])
 
 
 def train_on_worker(job: rp.Job, name: str) -> str:

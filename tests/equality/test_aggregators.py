@@ -13,15 +13,7 @@ from rallypoint.testing.processes import ProcessCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import jobs.py by name
 
-from jobs import (
-    all_reduce_reference_hash,
-    local_reference_hash,
-    reference_hash,
-    train_locally_on_worker,
-    train_on_worker,
-    train_stepping_on_worker,
-    train_with,
-)
+from jobs import reference_hash, train_on_worker, train_with
 
 
 def train_through(
@@ -56,19 +48,10 @@ def test_any_number_of_aggregators_gives_the_bytes_of_plain_pytorch(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["fresh", "fragments", "delay"])
-def test_local_steps_through_an_aggregator_change_no_byte(case: str) -> None:
-    hashes, taken, sent = train_through(train_locally_on_worker, (case,), workers=2, servers=2, aggregators=1)
-    assert set(hashes) == {local_reference_hash(case)}
-    assert 0 < sent < taken
-
-
-@pytest.mark.slow
-def test_all_reduce_through_an_aggregator_changes_no_byte() -> None:
-    hashes, taken, sent = train_through(
-        train_stepping_on_worker, ("plain descent",), workers=2, servers=2, aggregators=1
-    )
-    assert set(hashes) == {all_reduce_reference_hash("plain descent")}
+@pytest.mark.parametrize("case", ["local fresh", "local fragments", "local delay", "all-reduce plain descent"])
+def test_other_modes_through_an_aggregator_change_no_byte(case: str) -> None:
+    hashes, taken, sent = train_through(train_on_worker, (case,), workers=2, servers=2, aggregators=1)
+    assert set(hashes) == {reference_hash(case)}
     assert 0 < sent < taken
 
 

@@ -69,11 +69,6 @@ class TestSshCluster(ClusterContract):
         assert again.exit().status == 0
         assert again.lines() == ["again"]
 
-    def test_after_its_end_nothing_can_be_started(self, running: SshCluster) -> None:
-        running.end()
-        with pytest.raises(UsageError, match="ended"):
-            Started(running, "pass")
-
     def test_no_secret_is_on_a_command_line(self, running: SshCluster) -> None:
         worker = Started(running, "import os; print(os.environ['RALLYPOINT_TOKEN'], flush=True); " + _WHO, **SECRET)
         assert worker.line() == SECRET["RALLYPOINT_TOKEN"]

@@ -299,6 +299,27 @@ def test_a_supported_feature_survives_a_kill(feature: Feature | Play, mode: Mode
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("which", [Feature.AUDIT, Feature.STREAMED])
+def test_with_audits_or_streamed_parameters_the_bytes_are_those_without(which: Feature) -> None:
+    assert undisturbed(ModeName.SYNC, (which,)) == undisturbed(ModeName.SYNC, ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "other", [Feature.BUFFERS, Feature.REPLICATION, Play.SNAPSHOTS, Play.RESUME, Feature.BACKUP_TASKS]
+)
+@pytest.mark.parametrize("which", [Feature.AUDIT, Feature.STREAMED])
+def test_with_audits_or_streamed_parameters_no_kill_changes_a_byte(
+    which: Feature, other: Feature | Play, tmp_path: Path
+) -> None:
+    walk = Walk(tmp_path, CellJob(ModeName.SYNC, (which, other)))
+    try:
+        PLAYS.get(other, a_worker_is_killed)(walk)
+    finally:
+        walk.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("resumed", [False, True], ids=["a server dies", "the job is resumed"])
 def test_an_average_has_the_bytes_of_plain_pytorch_after_a_kill(resumed: bool, tmp_path: Path) -> None:
     job = job_of(Feature.AVERAGE, ModeName.SYNC)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 import msgspec
 import numpy as np
 import pytest
-from test_strangers import WORDS, Job, record, reducer, refusal
+from test_strangers import WORDS, Job, job_of, record, reducer, refusal
 
 from rallypoint.core.policy import Sync
 from rallypoint.net.frames import Header, Kind
@@ -17,20 +14,8 @@ from support.beside import until
 SHARDS = range(4)
 
 
-@pytest.fixture
-def quorum(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
-    caplog.set_level(logging.CRITICAL, logger="rallypoint")
-    job = Job(record(sync=Sync(quorum=2)))
-    yield job
-    job.close()
-
-
-@pytest.fixture
-def job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
-    caplog.set_level(logging.CRITICAL, logger="rallypoint")
-    job = Job()
-    yield job
-    job.close()
+quorum = job_of(lambda: Job(record(sync=Sync(quorum=2))))
+job = job_of(Job)
 
 
 def _knows(job: Job, shard: int, step: int) -> tuple[int, ...]:

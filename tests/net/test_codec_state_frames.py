@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
-from test_strangers import Job, reducer, refusal, standby
+from test_strangers import Job, job_of, reducer, refusal, standby
 
 from rallypoint.codec.build import ShardCodecStates, StateLimits
 from rallypoint.codec.spec import Int8
@@ -24,12 +23,7 @@ def record() -> JobRecord:
     return record_of(config, build_layout([TensorSpec("w", (4 * WORDS, 1), "float32", 0)], 4 * WORDS))
 
 
-@pytest.fixture
-def job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
-    caplog.set_level(logging.CRITICAL, logger="rallypoint")
-    job = Job(record())
-    yield job
-    job.close()
+job = job_of(lambda: Job(record()))
 
 
 def worker_of(job: Job) -> Channel:

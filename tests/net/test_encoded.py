@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 import pytest
 import torch
-from test_strangers import Job, refusal
+from test_strangers import Job, job_of, refusal
 
 import rallypoint as rp
 from rallypoint.codec.build import ShardCodecs, build_stateless
@@ -26,13 +23,12 @@ SPECS = [
 FACTORS, INTEGERS, SPARSE, BUFFERS = 0, 2, 3, -1  # the groups, by how they are written
 
 
-@pytest.fixture
-def job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
-    caplog.set_level(logging.CRITICAL, logger="rallypoint")
+def made() -> Job:
     config = resolve({"replicas": 2, "batch": 1, "steps": 9, "codec": PowerSGD(rank=2), "groups": GROUPS})
-    job = Job(record_of(config, build_layout(SPECS, config.network.shard_bytes, ranks_of(config))))
-    yield job
-    job.close()
+    return Job(record_of(config, build_layout(SPECS, config.network.shard_bytes, ranks_of(config))))
+
+
+job = job_of(made)
 
 
 def place(job: Job, group: int) -> Shard:

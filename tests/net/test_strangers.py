@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -167,6 +168,19 @@ class Job:
         self.coordinator.close()
 
 
+def job_of(make: Callable[[], Job]) -> Any:
+    """A fixture: a job, of whose log nothing is shown."""
+
+    @pytest.fixture
+    def job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
+        caplog.set_level(logging.CRITICAL, logger="rallypoint")
+        job = make()
+        yield job
+        job.close()
+
+    return job
+
+
 def record(words: int = 4 * WORDS, sync: Mode | None = None) -> JobRecord:
     settings = {
         "replicas": 2, "batch": 1, "steps": 9, "clip": 1.0, "network.shard_bytes": 4 * WORDS, "sync": sync or Sync()
@@ -176,12 +190,7 @@ def record(words: int = 4 * WORDS, sync: Mode | None = None) -> JobRecord:
     return record_of(config, layout)
 
 
-@pytest.fixture
-def job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
-    caplog.set_level(logging.CRITICAL, logger="rallypoint")
-    job = Job()
-    yield job
-    job.close()
+job = job_of(Job)
 
 
 @pytest.mark.parametrize(
@@ -250,31 +259,34 @@ def test_a_member_is_told_its_own_secret_and_tickets_alone(job: Job) -> None:
     assert len(known) == 5
 
 
-def test_measures_of_unknown_shards_do_not_end_the_job(job: Job) -> None:
-    data = memoryview(msgspec.msgpack.encode([(shard, (1.0,), ()) for shard in range(100, 104)]))
-    peer = job.enter(job.servers[0]._gate.address, "server", "server1")
-    peer.send(Header(Kind.MEASURES, job.view.number, length=len(data), step=0), data)
-    assert "measures of a step or of a shard that this job does not have" in refusal(peer)
+def measures(*shards: int) -> bytes:
+    return msgspec.msgpack.encode([(shard, (1.0,), ()) for shard in shards])
+
+
+NESTED = b"\x91\x94\x01\xca\0\0\0\0\x90" + b"\x91" * 200_000
+
+
+@pytest.mark.parametrize(("role", "kind", "fields", "payload", "sentence"), [
+    ("server", Kind.MEASURES, {}, measures(100, 101), "measures of a step or of a shard that this job does not have"),
+    ("server", Kind.MEASURES, {"step": 2**32 - 1}, measures(0, 1, 2, 3), "measures of a step or of a shard that this"),
+    ("server", Kind.MEASURES, {}, NESTED, "measures that cannot be read"),
+    ("worker", Kind.MEASURES, {}, b"", "a MEASURES frame from a worker"),
+    ("worker", Kind.PUSH, {"step": 9}, bytes(4 * WORDS), "a contribution to step 9 of shard {shard}, which has 9"),
+    ("worker", Kind.WANT, {"shard": 99, "wants": wants(0)}, b"", "shard 99 of a job that has 4"),
+], ids=["unknown shards", "no such step", "nested", "a worker's", "after the last step", "no such shard"])  # fmt: skip
+def test_a_frame_that_no_member_sends_closes_its_connection_alone(
+    job: Job, role: str, kind: Kind, fields: dict[str, int], payload: bytes, sentence: str
+) -> None:
+    shard = job.view.shards_of("server0")[0]
+    peer = job.enter(job.servers[0]._gate.address, role, f"{role}{int(role == 'server')}")
+    header = Header(kind, job.view.number, shard=shard, weight=1.0, length=len(payload))._replace(**fields)
+    peer.send(header, memoryview(payload) if payload else None)
+    assert sentence.format(shard=shard) in refusal(peer)
     job.settle()
     assert job.runs()
-
-
-def test_measures_of_a_step_that_never_comes_do_not_decide(job: Job) -> None:
-    data = memoryview(msgspec.msgpack.encode([(shard, (1.0,), ()) for shard in range(4)]))
-    peer = job.enter(job.servers[0]._gate.address, "server", "server1")
-    peer.send(Header(Kind.MEASURES, job.view.number, length=len(data), step=2**32 - 1), data)
-    assert "measures of a step or of a shard that this job does not have" in refusal(peer)
-    job.settle()
     clip = reducer(job).machine._clip
     assert clip is not None
     assert clip._verdicts == {}
-
-
-def test_deeply_nested_measures_are_a_protocol_error(job: Job) -> None:
-    data = memoryview(b"\x91\x94\x01\xca\0\0\0\0\x90" + b"\x91" * 200_000)
-    peer = job.enter(job.servers[0]._gate.address, "server", "server1")
-    peer.send(Header(Kind.MEASURES, job.view.number, length=len(data)), data)
-    assert "measures that cannot be read" in refusal(peer)
 
 
 def test_following_twice_is_following(job: Job) -> None:
@@ -325,23 +337,6 @@ def test_a_standby_contributes_nothing_and_begins_nothing(job: Job) -> None:
         machine = reducer(job).machine.machine(shard)
         assert machine is not None
         assert machine.added == added
-
-
-def test_a_contribution_to_a_step_after_the_last_is_refused(job: Job) -> None:
-    worker = job.enter(job.servers[0]._gate.address, "worker", "worker0")
-    shard, payload = job.view.shards_of("server0")[0], memoryview(bytes(4 * WORDS))
-    worker.send(Header(Kind.PUSH, job.view.number, shard=shard, step=9, weight=1.0, length=len(payload)), payload)
-    assert f"a contribution to step 9 of shard {shard}, which has 9" in refusal(worker)
-    job.settle()
-    assert job.runs()
-
-
-def test_a_frame_that_no_worker_sends_closes_its_connection_alone(job: Job) -> None:
-    worker = job.enter(job.servers[0]._gate.address, "worker", "worker0")
-    worker.send(Header(Kind.MEASURES, job.view.number))
-    assert "a MEASURES frame from a worker" in refusal(worker)
-    job.settle()
-    assert job.runs()
 
 
 # ---- what only the shard's own primary may say (I10) -----------------------------------------------------------
@@ -395,12 +390,7 @@ def test_what_was_said_before_a_roll_back_is_void(job: Job) -> None:
 # ---- wishes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def streaming_job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
-    caplog.set_level(logging.CRITICAL, logger="rallypoint")
-    job = Job(record(sync=BoundedStaleness(1)))
-    yield job
-    job.close()
+streaming_job = job_of(lambda: Job(record(sync=BoundedStaleness(1))))
 
 
 def with_wish(job: Job, kind: Kind, shard: int, wish: int) -> tuple[Header, memoryview]:
@@ -438,14 +428,6 @@ def test_a_wish_for_a_replica_that_there_is_not_closes_that_connection_only(
     again.send(*with_wish(job, Kind.WANT, shard, wants(1)))
     answer = version(again)
     assert (answer.shard, answer.step, answer.base, answer.wanted) == (shard, 0, 0, 1)
-
-
-def test_a_wish_for_a_shard_that_there_is_not_closes_that_connection_only(streaming_job: Job) -> None:
-    worker = streaming_job.enter(streaming_job.servers[0]._gate.address, "worker", "worker0")
-    worker.send(*with_wish(streaming_job, Kind.WANT, 99, wants(0)))
-    assert "shard 99 of a job that has 4" in refusal(worker)
-    streaming_job.settle()
-    assert streaming_job.runs()
 
 
 def test_a_wish_on_a_connection_that_was_replaced_does_not_count(streaming_job: Job) -> None:
@@ -534,15 +516,6 @@ def test_a_worker_without_the_job_s_model_does_not_end_the_job_by_a_report(job: 
     assert stranger.flush(PATIENCE_S)
     stranger.send(Header(Kind.FETCH))  # the last word: what came before it is in the inbox once it is refused
     assert "a FETCH frame from worker stranger" in refusal(stranger)
-    job.settle()
-    assert job.runs()
-
-
-def test_a_message_from_an_observer_closes_its_connection(job: Job) -> None:
-    observer = job.enter(job.coordinator.address, "observer", "eyes")
-    data = encode(GiveUp("for fun"))
-    observer.send(Header(Kind.CONTROL, length=len(data)), memoryview(data))
-    assert "a GiveUp message from observer eyes" in refusal(observer)
     job.settle()
     assert job.runs()
 

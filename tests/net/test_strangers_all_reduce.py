@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-from test_strangers import WORDS, Job, record, refusal
+from test_strangers import WORDS, Job, job_of, record, refusal
 
 from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.net.frames import Header, Kind
@@ -17,20 +14,8 @@ from support.beside import until
 ARRAYS = ("master", "exp_avg", "exp_avg_sq")
 
 
-@pytest.fixture
-def all_reduce(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
-    caplog.set_level(logging.CRITICAL, logger="rallypoint")
-    job = Job(record(sync=AllReduce()), replication=1)  # the mode has no backups: workers hold the state
-    yield job
-    job.close()
-
-
-@pytest.fixture
-def sync(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
-    caplog.set_level(logging.CRITICAL, logger="rallypoint")
-    job = Job(record(sync=Sync()))
-    yield job
-    job.close()
+all_reduce = job_of(lambda: Job(record(sync=AllReduce()), replication=1))  # its workers hold the state: no backups
+sync = job_of(lambda: Job(record(sync=Sync())))
 
 
 def state(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from rallypoint.config import resolve
 from rallypoint.core.optimizer import AdamW, LossScaling
 from rallypoint.testing.reference import loss_scales
 from rallypoint.worker.tensors import weights_hash
-from test_survival import SCRIPT, STEPS, Cluster
+from test_survival import SCRIPT, STEPS, Cluster, cluster_of
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]
 
@@ -48,11 +47,7 @@ class Fp16Cluster(Cluster):
         self.script.write_text(script)
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Fp16Cluster]:
-    cluster = Fp16Cluster(tmp_path)
-    yield cluster
-    cluster.close()
+cluster = cluster_of(Fp16Cluster)
 
 
 def reference() -> tuple[str, list[float]]:
@@ -92,11 +87,9 @@ def test_ten_kills_change_no_byte_no_scale_and_no_skipped_step(cluster: Fp16Clus
         victims = [process for name, process in sorted(cluster.processes().items()) if name.startswith(role)]
         victims[kills % len(victims)].kill()
         cluster.until(lambda kills=kills: cluster.output.count("was killed (SIGKILL)") > kills)  # type: ignore[misc]
-    cluster.open(STEPS)
-    assert cluster.ended() == 0, cluster.output
+    cluster.ends(expected)
     assert cluster.output.count("was killed (SIGKILL)") == len(KILLS)
     assert "Traceback" not in cluster.output
-    assert cluster.hash == expected
     skipped = {event["step"]: event["loss_scale"] for event in cluster.events("Skipped")}
     assert skipped == {step: scales[step + 1] for step in OVERFLOWS}
 

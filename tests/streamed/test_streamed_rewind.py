@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,9 @@ from rallypoint.worker.tensors import weights_hash
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "worker"))
 
-from test_rewind import Cluster, Once, Trap, Where, loss_of
+from test_rewind import Cluster, Once, Trap, Where, build, cluster, loss_of
+
+__all__ = ["cluster"]  # the fixture
 
 SETTINGS: dict[str, Any] = {
     "replicas": 2, "batch": 8, "steps": 6, "clip": 0.5, "network.shard_bytes": 256, "optimizer": rp.AdamW(lr=1e-2),
@@ -25,21 +26,6 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 STREAMED: dict[str, Any] = {**SETTINGS, "memory.parameters": "streamed"}
 AT = (3, 1, 0)  # step, replica, micro-batch
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.close()
-
-
-def build() -> tuple[torch.nn.Sequential, torch.utils.data.TensorDataset]:
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), Trap(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 3)
-    )
-    return model, torch.utils.data.TensorDataset(torch.randn(40, 6), torch.randn(40, 3))
 
 
 def train(job: rp.Job, model: torch.nn.Sequential, data: Any, settings: dict[str, Any], at: Once | None = None) -> str:

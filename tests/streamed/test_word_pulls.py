@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,19 +22,18 @@ from rallypoint.worker.exchange.arrivals import Range, WordPulls, ranges_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "net"))
 
-from test_strangers import Job, refusal
+from test_strangers import Job, job_of, refusal
 
 WORDS, SHARD = 16, 0
 SPECS = [TensorSpec("w", (WORDS,), "float32", 0), TensorSpec("statistics", (4,), "float32", -1)]
 
 
-@pytest.fixture
-def job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
-    caplog.set_level(logging.CRITICAL, logger="rallypoint")
+def made() -> Job:
     config = resolve({"replicas": 1, "batch": 1, "steps": 9, "optimizer": SGD(lr=1.0), "memory.parameters": "streamed"})
-    job = Job(record_of(config, build_layout(SPECS, config.network.shard_bytes)))
-    yield job
-    job.close()
+    return Job(record_of(config, build_layout(SPECS, config.network.shard_bytes)))
+
+
+job = job_of(made)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rallypoint.errors import RallypointError
+from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 
 PATIENCE_S = 60.0  # a test fails after so long; no test should come near it
@@ -144,10 +144,12 @@ class ClusterContract:
             return
         assert _exit_of(handle).status != 0
 
-    def test_the_end_is_the_end_of_every_process(self, running: Cluster) -> None:
+    def test_the_end_is_the_end_of_every_process_and_nothing_can_be_started_then(self, running: Cluster) -> None:
         started = [Started(running, _SLEEP, name=f"worker{n}") for n in range(2)]
         for one in started:
             one.line()
         running.end()
         assert all(one.handle.exit() is not None for one in started)
         running.end()
+        with pytest.raises(UsageError, match="ended"):
+            Started(running, "pass")

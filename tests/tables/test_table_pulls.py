@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -23,20 +22,19 @@ from rallypoint.worker.exchange.arrivals import RowPull
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "net"))
 
-from test_strangers import Job, refusal
+from test_strangers import Job, job_of, refusal
 
 ROWS, COLUMNS, SEED = 20, 2, 5
 TABLE, DENSE = 1, 0  # shards
 
 
-@pytest.fixture
-def job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
-    caplog.set_level(logging.CRITICAL, logger="rallypoint")
+def made() -> Job:
     config = resolve({"replicas": 1, "batch": 1, "steps": 9, "seed": SEED, "optimizer": SGD(lr=1.0)})
     specs, tables = ([TensorSpec(name, (ROWS, COLUMNS), "float32", 0)] for name in ("w", "users"))
-    job = Job(record_of(config, build_layout(specs, config.network.shard_bytes, None, tables)))
-    yield job
-    job.close()
+    return Job(record_of(config, build_layout(specs, config.network.shard_bytes, None, tables)))
+
+
+job = job_of(made)
 
 
 @pytest.fixture

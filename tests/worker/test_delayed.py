@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_rewind import Cluster, Once, loss_of
+from test_rewind import Cluster, Once, cluster, loss_of
 
 import rallypoint as rp
 from rallypoint.config import resolve
@@ -19,17 +17,11 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 from support.reference_local import train_local_reference
 
+__all__ = ["cluster"]  # the fixture
 SETTINGS: dict[str, Any] = {
     "replicas": 2, "batch": 8, "steps": 16, "clip": 0.5, "network.shard_bytes": 256, "optimizer": rp.AdamW(lr=1e-2),
     "sync": rp.LocalSteps(steps=6, fragments=3, delay=1),
 }  # fmt: skip
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.close()
 
 
 def build() -> tuple[torch.nn.Sequential, torch.utils.data.TensorDataset]:

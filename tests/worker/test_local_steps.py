@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_rewind import Cluster, Once, Trap, build, loss_of
+from test_rewind import Cluster, Once, Trap, build, cluster, loss_of
 
 import rallypoint as rp
 from rallypoint.config import JobConfig, resolve
@@ -24,18 +23,12 @@ from rallypoint.worker.tensors import weights_hash
 from support.beside import until
 from support.reference_local import train_local_reference
 
+__all__ = ["cluster"]  # the fixture
 SETTINGS: dict[str, Any] = {
     "replicas": 2, "batch": 8, "steps": 10, "accumulate": 2, "clip": 0.5, "network.shard_bytes": 256,
     "optimizer": rp.AdamW(lr=1e-2),
 }  # fmt: skip
 FRESH, KEPT = rp.LocalSteps(steps=4, keep_inner=False), rp.LocalSteps(steps=4)
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.close()
 
 
 def undisturbed(sync: rp.LocalSteps, **settings: Any) -> str:
@@ -114,9 +107,12 @@ def test_a_roll_back_in_the_middle_of_a_round_begins_it_once_more(
         assert weights_hash(model) == undisturbed(FRESH)
 
 
-@pytest.mark.parametrize("sync", [FRESH, KEPT], ids=["fresh", "kept"])
+@pytest.mark.parametrize(
+    ("sync", "at", "version"), [(FRESH, 5, 1), (KEPT, 5, 1), (rp.LocalSteps(steps=6, fragments=3), 9, 4)],
+    ids=["fresh", "kept", "fragments"],
+)  # fmt: skip
 def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same(
-    cluster: Cluster, sync: rp.LocalSteps
+    cluster: Cluster, sync: rp.LocalSteps, at: int, version: int
 ) -> None:
     """What was under way to a server is lost with the link to it: replica 0 is computed again, and its state too.
 
@@ -130,20 +126,21 @@ def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same
         channel = exchange._links.get("server0")._channel
         assert channel is not None
         channel.connection.close()
-        until(lambda: exchange.next_action() == Compute(1, 0))
+        until(lambda: exchange.next_action() == Compute(version, 0))
 
-    disturb = Once((5, 1, 0), cut_the_link)
+    disturb = Once((at, 1, 0), cut_the_link)  # in the second step of a round
     times: Counter[tuple[int, int, int]] = Counter()
     with cluster.job as job:
-        for micro in job.train(model, data, **{**SETTINGS, "replicas": 3, "network.presum_bytes": 0}, sync=sync):
+        more = {"replicas": 3, "steps": 16, "network.presum_bytes": 0, "sync": sync}
+        for micro in job.train(model, data, **{**SETTINGS, **more}):
             disturb.where = (micro.step, micro.replica, micro.index)
             times[disturb.where] += 1
             disturb()
             with micro:
                 micro.backward(loss_of(model, micro.batch))
     assert disturb.done
-    assert times[(5, 0, 0)] == 2
-    assert weights_hash(model) == undisturbed(sync, replicas=3)
+    assert times[(at, 0, 0)] == 2
+    assert weights_hash(model) == undisturbed(sync, replicas=3, steps=16)
 
 
 # ---- what it is equal to ----

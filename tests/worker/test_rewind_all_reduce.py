@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from test_rewind import SETTINGS, Cluster, Once, build, loss_of
+from test_rewind import SETTINGS, Cluster, Once, build, cluster, loss_of
 
 import rallypoint as rp
 from rallypoint.config import resolve
@@ -17,14 +16,9 @@ from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.micro import BufferVersions
 from rallypoint.worker.tensors import weights_hash
 
+__all__ = ["cluster"]  # the fixture
+
 ALL_REDUCE = {**SETTINGS, "sync": rp.AllReduce()}
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.close()
 
 
 @pytest.fixture(scope="module")

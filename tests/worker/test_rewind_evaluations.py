@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_rewind import AT, SETTINGS, Cluster, Once, Trap, build, loss_of
+from test_rewind import AT, SETTINGS, Cluster, Once, Trap, build, cluster, loss_of, undisturbed
 
 import rallypoint as rp
-from rallypoint.config import resolve
 from rallypoint.core.protocol import Evaluated
 from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
-from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash
 from support.beside import until
 
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> str:
-    model, data = build()
-    train_reference(model, data, loss_of, resolve(SETTINGS))
-    return weights_hash(model)
+__all__ = ["cluster", "undisturbed"]  # the fixtures
 
 
 def abort(cluster: Cluster) -> None:

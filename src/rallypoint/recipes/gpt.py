@@ -19,26 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import rallypoint as rp
+from rallypoint.recipes import recipe
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from rallypoint.recipes.picture import save_picture
-from rallypoint.recipes.recipe import (
-    ACCUMULATE,
-    BATCH,
-    DEVICE,
-    LR,
-    OUT,
-    PATIENCE,
-    PRECISION,
-    REPLICAS,
-    STEPS,
-    VALIDATE_EVERY,
-    Precision,
-    Training,
-    as_typed,
-    choose_device,
-    exit_status,
-    save_patiently,
-)
 from rallypoint.recipes.text import load_text
 
 PROGRAM = "python -m rallypoint.recipes.gpt"
@@ -47,7 +30,7 @@ VALIDATION_BYTES = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptSettings(Training):
+class GptSettings(recipe.Training):
     """The settings of one training: the model and how to train it."""
 
     model: GPTConfig
@@ -92,23 +75,12 @@ def train(
     model = (GPT(settings.model) if saved is None else saved.train()).to(device)
     with rp.join() as job:
         run = job.train(
-            model,
-            train_text,
-            parallel=_spread(model, job.ranks),
-            replicas=settings.replicas,
-            batch=settings.batch,
-            steps=settings.steps,
-            accumulate=settings.accumulate,
-            seed=settings.seed,
-            precision=settings.precision.value,
+            model, train_text, **settings.arguments, parallel=_spread(model, job.ranks), clip=settings.clip,
             optimizer=rp.AdamW(
-                lr=rp.cosine(settings.lr, warmup=settings.warmup),
-                betas=(0.9, 0.95),
-                weight_decay=settings.weight_decay,
+                lr=rp.cosine(settings.lr, warmup=settings.warmup), betas=(0.9, 0.95), weight_decay=settings.weight_decay
             ),
-            clip=settings.clip,
             reading=rp.Reading(item="tokens", items_per_sample=settings.model.block),
-        )
+        )  # fmt: skip
 
         if settings.patience:
             run.stop_when("val_loss", patience=settings.patience)
@@ -171,14 +143,14 @@ def readable(text: bytes) -> str:
 
 def _finish(model: GPT, validation: tuple[Tensor, Tensor], folder: Path) -> None:
     model.eval()
-    save_patiently(model.save, folder)
+    recipe.save_patiently(model.save, folder)
     prompt = "def "
     sample = model.generate(prompt.encode(), 200)
     print(f"validation loss: {validation_loss(model, validation):.3f} nats/byte (guessing blindly: 5.545)")
     print(f"a sample:\n{readable(prompt.encode() + sample)}\n")
     print(
-        f"model saved; to generate more:\n  {as_typed(sys.executable)} -m rallypoint.recipes.gpt "
-        f"--load {as_typed(folder)} --prompt {shlex.quote(prompt)}"
+        f"model saved; to generate more:\n  {recipe.as_typed(sys.executable)} -m rallypoint.recipes.gpt "
+        f"--load {recipe.as_typed(folder)} --prompt {shlex.quote(prompt)}"
     )
 
 
@@ -207,20 +179,20 @@ def _command(
     dropout: Annotated[
         float | None, typer.Option(min=0.0, max=0.99, help="Useful when the text is small and read many times.")
     ] = None,
-    steps: Annotated[int | None, STEPS] = None,
-    replicas: Annotated[int | None, REPLICAS] = None,
-    batch: Annotated[int | None, BATCH] = None,
-    accumulate: Annotated[int | None, ACCUMULATE] = None,
-    lr: Annotated[float | None, LR] = None,
+    steps: Annotated[int | None, recipe.STEPS] = None,
+    replicas: Annotated[int | None, recipe.REPLICAS] = None,
+    batch: Annotated[int | None, recipe.BATCH] = None,
+    accumulate: Annotated[int | None, recipe.ACCUMULATE] = None,
+    lr: Annotated[float | None, recipe.LR] = None,
     seed: Annotated[
         int | None,
         typer.Option(help="Fixes the weights, the order of the samples and dropout; with --load, what is generated."),
     ] = None,
-    validate_every: Annotated[int | None, VALIDATE_EVERY] = None,
-    patience: Annotated[int | None, PATIENCE] = None,
-    precision: Annotated[Precision | None, PRECISION] = None,
-    device: Annotated[str, DEVICE] = "auto",
-    out: Annotated[Path | None, OUT] = None,
+    validate_every: Annotated[int | None, recipe.VALIDATE_EVERY] = None,
+    patience: Annotated[int | None, recipe.PATIENCE] = None,
+    precision: Annotated[recipe.Precision | None, recipe.PRECISION] = None,
+    device: Annotated[str, recipe.DEVICE] = "auto",
+    out: Annotated[Path | None, recipe.OUT] = None,
     init: Annotated[
         Path | None, typer.Option(help="Begin with the saved model in this folder (and its shape), not at random.")
     ] = None,
@@ -233,35 +205,28 @@ def _command(
         float, typer.Option(min=0.0, help="With --load: 0 takes the likeliest byte, 1 samples as the model predicts.")
     ] = 0.8,
 ) -> None:
-    where = choose_device(device)
+    where = recipe.choose_device(device)
     if load is not None:
         _generate(load, prompt=prompt, length=length, temperature=temperature, seed=seed or 0, device=where)
         return
     chosen = PRESETS[preset]
     shape = _given(layers=layers, heads=heads, width=width, block=block, dropout=dropout)
     training = _given(
-        steps=steps,
-        replicas=replicas,
-        batch=batch,
-        accumulate=accumulate,
-        lr=lr,
-        seed=seed,
-        validate_every=validate_every,
-        patience=patience,
-        precision=precision,
-    )
+        steps=steps, replicas=replicas, batch=batch, accumulate=accumulate, lr=lr, seed=seed,
+        validate_every=validate_every, patience=patience, precision=precision,
+    )  # fmt: skip
     settings = replace(chosen, model=replace(chosen.model, **shape), **training)
     train(settings, data=data, device=where, out=out, init=init)
 
 
-def _given(**options: float | Precision | None) -> dict[str, Any]:
+def _given(**options: float | recipe.Precision | None) -> dict[str, Any]:
     """Return the options that were given on the command line."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train or generate as `argv` (default: the command line) says. Returns the exit status."""
-    return exit_status(app, argv, program=PROGRAM)
+    return recipe.exit_status(app, argv, program=PROGRAM)
 
 
 if __name__ == "__main__":

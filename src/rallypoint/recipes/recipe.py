@@ -51,6 +51,12 @@ class Training:
     patience: int = 0
     precision: Precision = Precision.FP32
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `job.train` that every recipe gives."""
+        given = ("replicas", "batch", "steps", "accumulate", "seed")
+        return {name: getattr(self, name) for name in given} | {"precision": self.precision.value}
+
 
 STEPS = typer.Option(min=1, help="Updates of the model.")
 REPLICAS = typer.Option(

@@ -16,24 +16,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import rallypoint as rp
+from rallypoint.recipes import recipe
 from rallypoint.recipes.picture import save_picture
-from rallypoint.recipes.recipe import (
-    ACCUMULATE,
-    BATCH,
-    DEVICE,
-    LR,
-    OUT,
-    PATIENCE,
-    PRECISION,
-    REPLICAS,
-    STEPS,
-    VALIDATE_EVERY,
-    Precision,
-    Training,
-    choose_device,
-    exit_status,
-    save_patiently,
-)
 from rallypoint.recipes.resnet_model import CHANNELS, CLASSES, ResNet, ResNetConfig, load_digits
 
 PROGRAM = "python -m rallypoint.recipes.resnet"
@@ -41,7 +25,7 @@ STAGES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResnetSettings(Training):
+class ResnetSettings(recipe.Training):
     """The settings of one training: the model and how to train it."""
 
     model: ResNetConfig
@@ -63,21 +47,13 @@ def train(settings: ResnetSettings, *, device: torch.device, out: Path | None) -
     model = ResNet(settings.model).to(device)
     with rp.join() as job:
         run = job.train(
-            model,
-            train_images,
-            replicas=settings.replicas,
-            batch=settings.batch,
-            steps=settings.steps,
-            accumulate=settings.accumulate,
-            seed=settings.seed,
-            precision=settings.precision.value,
+            model, train_images, **settings.arguments,
             optimizer=rp.SGD(
-                lr=rp.cosine(settings.lr, warmup=settings.warmup),
-                momentum=settings.momentum,
+                lr=rp.cosine(settings.lr, warmup=settings.warmup), momentum=settings.momentum,
                 weight_decay=settings.weight_decay,
             ),
             reading=rp.Reading(item="images", items_per_sample=1),
-        )
+        )  # fmt: skip
 
         if settings.patience:
             run.stop_when("val_accuracy", patience=settings.patience, mode="max")
@@ -106,7 +82,7 @@ def accuracy(model: ResNet, images: TensorDataset) -> float:
 
 def _finish(model: ResNet, validation: TensorDataset, folder: Path) -> None:
     model.eval()
-    save_patiently(model.save, folder)
+    recipe.save_patiently(model.save, folder)
     print(f"validation accuracy: {100 * accuracy(model, validation):.2f} % of {len(validation)} images")
     print(f"model saved in {folder}; to use it:\n  {ResNet.__module__}.ResNet.load(pathlib.Path({str(folder)!r}))")
 
@@ -122,37 +98,29 @@ def _command(
     blocks: Annotated[int, typer.Option(min=1, help="Residual blocks in each stage; 3 gives the ResNet-20.")] = (
         DEFAULTS.model.blocks[0]
     ),
-    steps: Annotated[int, STEPS] = DEFAULTS.steps,
-    replicas: Annotated[int, REPLICAS] = DEFAULTS.replicas,
-    batch: Annotated[int, BATCH] = DEFAULTS.batch,
-    accumulate: Annotated[int, ACCUMULATE] = DEFAULTS.accumulate,
-    lr: Annotated[float, LR] = DEFAULTS.lr,
+    steps: Annotated[int, recipe.STEPS] = DEFAULTS.steps,
+    replicas: Annotated[int, recipe.REPLICAS] = DEFAULTS.replicas,
+    batch: Annotated[int, recipe.BATCH] = DEFAULTS.batch,
+    accumulate: Annotated[int, recipe.ACCUMULATE] = DEFAULTS.accumulate,
+    lr: Annotated[float, recipe.LR] = DEFAULTS.lr,
     seed: Annotated[int, typer.Option(help="Fixes the weights and the order of the samples.")] = DEFAULTS.seed,
-    validate_every: Annotated[int, VALIDATE_EVERY] = DEFAULTS.validate_every,
-    patience: Annotated[int, PATIENCE] = DEFAULTS.patience,
-    precision: Annotated[Precision, PRECISION] = DEFAULTS.precision,
-    device: Annotated[str, DEVICE] = "auto",
-    out: Annotated[Path | None, OUT] = None,
+    validate_every: Annotated[int, recipe.VALIDATE_EVERY] = DEFAULTS.validate_every,
+    patience: Annotated[int, recipe.PATIENCE] = DEFAULTS.patience,
+    precision: Annotated[recipe.Precision, recipe.PRECISION] = DEFAULTS.precision,
+    device: Annotated[str, recipe.DEVICE] = "auto",
+    out: Annotated[Path | None, recipe.OUT] = None,
 ) -> None:
     model = ResNetConfig(width=width, blocks=(blocks,) * STAGES, channels=CHANNELS, classes=CLASSES)
     settings = ResnetSettings(
-        model=model,
-        steps=steps,
-        batch=batch,
-        lr=lr,
-        replicas=replicas,
-        accumulate=accumulate,
-        seed=seed,
-        validate_every=validate_every,
-        patience=patience,
-        precision=precision,
-    )
-    train(settings, device=choose_device(device), out=out)
+        model=model, steps=steps, batch=batch, lr=lr, replicas=replicas, accumulate=accumulate, seed=seed,
+        validate_every=validate_every, patience=patience, precision=precision,
+    )  # fmt: skip
+    train(settings, device=recipe.choose_device(device), out=out)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train as `argv` (default: the command line) says. Returns the exit status."""
-    return exit_status(app, argv, program=PROGRAM)
+    return recipe.exit_status(app, argv, program=PROGRAM)
 
 
 if __name__ == "__main__":
