@@ -10,8 +10,9 @@ import pytest
 import torch
 from one_server import FIRST, SECOND, Context
 
-from rallypoint.config import record_of, resolve
+from rallypoint.config import JobConfig, record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.protocol import Applied, Message
 from rallypoint.core.view import Assignment, Member, View
 from rallypoint.net.frames import Header, Kind
 from rallypoint.observe.trace import Tracer
@@ -76,8 +77,10 @@ class _Channel:
 class _Server:
     """Two shards of 1 MiB, of two replicas that worker "w" computes. It follows."""
 
-    def __init__(self, *, beside: bool = True) -> None:
-        self.job = ServerJob(record_of(_CONFIG, _LAYOUT), _CONFIG)
+    held_back = False  # do events stay in the inbox?
+
+    def __init__(self, config: JobConfig = _CONFIG, *, beside: bool = True) -> None:
+        self.job = ServerJob(record_of(config, _LAYOUT), config)
         self.queued: list[inbox.Event] = []
         self.reducer = Reducer("s", self.job, Context(), self.queued.append, Tracer("s"), threads=2 * beside)
         self.later, self.channel = _Later(), _Channel()
@@ -107,7 +110,7 @@ class _Server:
 
     def handle(self, event: inbox.Event) -> None:
         self.reducer.handle(event)
-        while self.queued:
+        while self.queued and not self.held_back:
             self.reducer.handle(self.queued.pop(0))
 
     def send(self, kind: Kind, shard: int, value: float, replica: int = 0, step: int = 0) -> None:
@@ -199,6 +202,28 @@ def test_a_view_waits_for_all_updates() -> None:
     server.view(SECOND, server.members)
     assert not server.reducer._effects.updating
     assert server.sent == [(0, 1), (1, 1)]
+
+
+def test_a_view_that_finishes_a_step_says_so_when_its_update_is_made() -> None:
+    """The step's verdict waits in the inbox behind the view, which brings it too."""
+    server = _Server(resolve({
+        "replicas": 2, "steps": 5, "clip": 1.0, "optimizer": {"type": "adamw", "lr": 0.1},
+        "network.shard_bytes": 1 << 20,
+    }))  # fmt: skip
+    server.held_back = True
+    server.step(0)
+    server.step(1)
+    assert [type(event) for event in server.queued] == [inbox.VerdictCame]
+    made_when_said = []
+
+    def say(message: Message) -> None:
+        if isinstance(message, Applied):
+            made_when_said.append(server.later.given[0].done())
+
+    server.reducer._ledger._say = say
+    server.view(SECOND, server.members)
+    assert made_when_said
+    assert all(made_when_said)
 
 
 def test_an_update_that_fails_ends_the_owner() -> None:

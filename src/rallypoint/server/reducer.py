@@ -429,6 +429,7 @@ class Reducer:
         effects = self.shell.adopt(view)
         self._effects.reductions = () if self.machine.view is None else self.machine.view.orders.reductions
         self._effects.run(effects)
+        self._effects.settle()  # the view may bring a verdict, and what follows is a claim
         self._ledger.proves(applied_in(self.machine))  # it may have become the primary
 
     def _admitted(self, event: inbox.AdmissionCame) -> None:
@@ -586,9 +587,7 @@ class Reducer:
 
     def _answer_pulls(self) -> None:
         """Call it only after an event: while effects run or wait, a machine is ahead of its tensors."""
-        for index in self._pulls.shards:
-            if index in self._effects.updating:
-                continue
+        for index in (shard for shard in self._pulls.shards if shard not in self._effects.updating):
             machine, owned = self.machine.machine(index), self._owned.get(index)
             if machine is None or owned is None or not machine.primary:
                 self._pulls.refuse(index)
