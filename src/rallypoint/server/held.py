@@ -117,8 +117,8 @@ _LEAST_BESIDE = 3 << 20  # bytes; handing an update over costs as much as updati
 
 def updated_beside(job: ServerJob) -> frozenset[int]:
     """The shards whose update, parameters and optimizer state together, is large enough for a thread of its own."""
-    if job.config.mode.holder is not StateHolder.SERVERS:
-        return frozenset()
+    if not newest_is_enough(job.config):
+        return frozenset()  # workers step
     dense = [s for s in job.shards if s.role == "parameters" and s.part is None]
     kept = {s.index: 1 + len(state_names(of_shard(job.config.applied, s.columns))[-1][0]) for s in dense}
     return frozenset(s.index for s in dense if s.nbytes * kept[s.index] >= _LEAST_BESIDE)

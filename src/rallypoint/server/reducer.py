@@ -339,7 +339,8 @@ class Reducer:
             audits=AuditReports(context.say, self.shell.fence), codec_states=self._codec_states, capture=self.capture,
         )  # fmt: skip
         self._effects = ShardEffects(
-            self._parts, put, ThreadPoolExecutor(threads, "update", own_threads, (1,)) if threads else None
+            self._parts, put,
+            ThreadPoolExecutor(threads, "update", own_threads, (torch.get_num_threads(),)) if threads else None,
         )
         self._handlers = self._table()
         self._tree = job.config.policy.tree
