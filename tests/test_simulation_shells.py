@@ -1,5 +1,5 @@
 """Defects planted in what runs the machines: a server's reducer and its parts, its intake, an aggregator's relay, a
-worker's links. The simulation finds each of them."""
+worker's links, the coordinator's journal. The simulation finds each of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import itertools
 import re
 from typing import Any
 
+import msgspec
 import pytest
 
 from rallypoint.aggregator import AggregatorRelay
+from rallypoint.coordinator.journal import Journal
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.shard.effects import Apply
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
@@ -17,7 +20,11 @@ from rallypoint.server.held import HeldShard
 from rallypoint.server.member import Views
 from rallypoint.server.parts import Followers, PayloadTickets, Pulls
 from rallypoint.server.reducer import Reducer, ShardEffects
+from rallypoint.testing.simulation.coordinator import Disk
+from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.plan import Fault, Plan
 from rallypoint.testing.simulation.policies import parse_policy
+from rallypoint.testing.simulation.run import play
 from support.failing import first_failure
 
 _settle, _apply = PayloadTickets.settle, ShardEffects._apply
@@ -105,3 +112,38 @@ def test_a_defect_planted_in_a_shell_is_found(
     monkeypatch.setattr(owner, name, bug)
     found = first_failure(parse_policy(policy), range(seeds))
     assert re.search(said, found)
+
+
+_write = Journal._write
+
+
+def _computed_again() -> int:
+    """Replicas that are computed once more because the coordinator dies, in a job that loses nothing else."""
+    job = SimulatedJob(replicas=2, steps=8, shards=2)
+    terms = Terms(workers_start=2, workers_max=2, servers=2, snapshots=True, replication=2)
+    return play(Plan(1, job, terms, 2, 2, (Fault(1.0, "crash", "coordinator", 0.5),))).recomputed
+
+
+def _what_nobody_heard_of_is_found(self: Disk, before: int, after: int) -> int:
+    return after
+
+
+def _without_the_record(self: Journal, state: Any) -> None:
+    _write(self, msgspec.structs.replace(state, record=None))
+
+
+def _only_the_first_views(self: Journal, state: Any) -> None:
+    if state.view is None or state.view.number.count < 2:
+        _write(self, state)
+
+
+@pytest.mark.parametrize(("owner", "name", "bug"), [
+    (Disk, "_cut", _what_nobody_heard_of_is_found), (Journal, "_write", _without_the_record),
+    (Journal, "_write", _only_the_first_views),
+], ids=["half a write counts", "no record", "a write that is none"])  # fmt: skip
+def test_a_coordinator_that_dies_costs_no_step_and_with_a_wrong_journal_it_does(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Any
+) -> None:
+    assert _computed_again() == 0
+    monkeypatch.setattr(owner, name, bug)
+    assert _computed_again() > 0

@@ -113,7 +113,7 @@ class PlayedWriter(SnapshotWriter):
         server.node.later(at - server.world.now, lambda: server.membership.send(message))
 
 
-class _Reading:
+class _ReadAtOnce:
     """What is read without a thread: there is always room."""
 
     runs = cancelled = False
@@ -140,7 +140,7 @@ class PlayedRestores(Restores):
 
     def begin(self, shards: Sequence[int], origin: str, generation: ViewNumber) -> None:
         self.cancel()
-        self._missing, reading = set(shards), cast(Any, _Reading())
+        self._missing, reading = set(shards), cast(Any, _ReadAtOnce())
         self._readings.append(reading)
 
         def read() -> None:
