@@ -117,8 +117,8 @@ def gloo(task: Task) -> Result:
     """The peer: one all_reduce of the whole vector, in place; `gloo-step`: and then torch's step, on each worker."""
     join_gloo(task.rank, task.workers)
     gradient = torch.zeros(task.words)
-    parameters = [torch.nn.Parameter(part) for part in torch.ones(task.words).split(1 << 20)]
-    for parameter, part in zip(parameters, gradient.split(1 << 20), strict=True):
+    parameters = [torch.nn.Parameter(part) for part in torch.split(torch.ones(task.words), 1 << 20)]
+    for parameter, part in zip(parameters, torch.split(gradient, 1 << 20), strict=True):
         parameter.grad = part
     own: dict[Optimizer, Callable[[], torch.optim.Optimizer]] = {
         "sgd": lambda: torch.optim.SGD(parameters, lr=0.01), "adamw": lambda: torch.optim.AdamW(parameters),
