@@ -8,7 +8,7 @@ from rallypoint.core.worker import shell
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.run import Simulation, SimulationFailed
 
-GIVEN_UP_AND_BACK = 444  # a seed in which a worker comes back whose contribution was dropped in between
+GIVEN_UP_AND_BACK = 490  # a seed in which a worker comes back whose contribution was dropped in between
 
 
 @pytest.mark.slow
