@@ -653,7 +653,7 @@ def test_a_coordinator_killed_at_any_moment_of_its_start_leaves_a_journal_to_go_
             shutil.copytree(tmp_path / "run", moments[-1])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "Journal", Watched)
+        patch.setattr(CoordinatorService, "_journal_of", Watched)
         house.open(join_info=JoinInfo(folder=str(tmp_path / "run")))
         house.close()
         house.__init__()  # type: ignore[misc]

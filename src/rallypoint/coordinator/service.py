@@ -77,7 +77,7 @@ class CoordinatorService:
     owner's thread.
     """
 
-    _clock: Callable[[], float] = staticmethod(time.monotonic)
+    _clock: Callable[[], float] = staticmethod(lambda: time.monotonic())  # looked up late: tests play a pause
     _journal_of, _owner_of = Journal, Owner  # the simulation has others
 
     def __init__(
