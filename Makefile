@@ -63,7 +63,7 @@ bench: setup ## Run the benchmarks one after another (root: they use network nam
 	$(BIN)/python benchmarks/train.py --goals --json benchmarks/train.json
 	$(BIN)/python benchmarks/recovery.py --json benchmarks/recovery.json
 
-bench-quick: setup ## The ratios that must not get worse, beside those kept last (5 minutes, nothing else running)
+bench-quick: setup ## The ratios that must not get worse, beside those kept last (6 minutes, nothing else running)
 	@$(BIN)/python benchmarks/quick.py $(ARGS)
 
 docs: setup ## Build the site in docs/_build/html; a warning is an error, and so is a link to nowhere

@@ -1,4 +1,4 @@
-"""Three minutes: the ratios that must not get worse in silence, beside those that were kept last (`make bench-quick`).
+"""Six minutes: the ratios that must not get worse in silence, beside those that were kept last (`make bench-quick`).
 
     python benchmarks/quick.py            # nothing else may run; no root needed
     python benchmarks/quick.py --keep     # and keep what was found in benchmarks/quick.json, for the next ones
