@@ -81,7 +81,7 @@ def alone(results: Any) -> dict[str, Found]:
 def walked(results: Any) -> dict[str, Found]:
     """`hot_path.py`."""
     kinds = ("in one process", "a worker and a server")
-    calls = {f"calls a shard and step, {kind}": [sum(results[kind]["calls"].values())] for kind in kinds}
+    calls = {f"own calls a shard and step, {kind}": [sum(results[kind]["files"].values())] for kind in kinds}
     return {name: Found(found, more_is_better=False) for name, found in calls.items()}
 
 
