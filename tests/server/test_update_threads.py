@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from rallypoint.server import inbox
 from rallypoint.server.held import updated_beside
 from rallypoint.server.job import ServerJob
 from rallypoint.server.reducer import Reducer
+from rallypoint.testing.simulation.server import Made
 
 MIB = 1 << 18  # words
 _CONFIG = resolve({
@@ -32,29 +34,11 @@ class _Later(Executor):
     """Makes what it is given when the test says so, or when somebody waits for it."""
 
     def __init__(self) -> None:
-        self.given: list[Any] = []
+        self.given: list[Made] = []
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **_: Any) -> Future[Any]:
-        made = _Made(lambda: function(*args))
-        self.given.append(made)
+        self.given.append(made := Made(partial(function, *args)))
         return made
-
-
-class _Made(Future[Any]):
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def make(self) -> None:
-        try:
-            self.set_result(self._function())
-        except ArithmeticError as error:
-            self.set_exception(error)
-
-    def result(self, timeout: float | None = None) -> Any:
-        if not self.done():
-            self.make()
-        return super().result(0)
 
 
 class _Channel:
@@ -228,14 +212,8 @@ def test_a_view_that_finishes_a_step_says_so_when_its_update_is_made() -> None:
 
 def test_an_update_that_fails_ends_the_owner() -> None:
     server = _Server()
-    held: Any = server.reducer._owned[0]
-
-    def broken(update: Any) -> Any:
-        raise ArithmeticError("no memory")
-
-    held.apply = broken
     server.step(0)
-    server.later.given[0].make()
+    server.later.given[0].set_exception(ArithmeticError("no memory"))
     with pytest.raises(ArithmeticError, match="no memory"):
         server.handle(inbox.Wake())
 

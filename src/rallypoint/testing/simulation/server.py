@@ -59,7 +59,7 @@ class ServedChannel(WireChannel):
         return content
 
 
-class _Made(Future[Any]):
+class Made(Future[Any]):
     """What a thread makes: now, when somebody waits for it."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -83,7 +83,7 @@ class PlayedThreads(Executor):
         self._server = server
 
     def submit(self, make: Callable[..., Any], /, *args: Any, **_: Any) -> Future[Any]:
-        made = _Made(partial(make, *args))
+        made = Made(partial(make, *args))
         self._server.node.later(self._server.world.random.uniform(0.0, UPDATE_S), made.make)
         return made
 
