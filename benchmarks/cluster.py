@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
@@ -394,9 +395,12 @@ def step_times(finishes: Sequence[Sequence[float]], warm_up: int) -> list[float]
 
 def machine_facts() -> dict[str, str | int]:
     """What the figures were measured on."""
+    named = None
+    with contextlib.suppress(OSError):
+        named = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "cores": os.cpu_count() or 0,
-        "processor": platform.processor() or platform.machine(),
+        "processor": named[1] if named else platform.processor() or platform.machine(),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),

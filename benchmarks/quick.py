@@ -5,7 +5,8 @@
 
 Each ratio is what a user would pick instead over Rallypoint, measured in turn in one run: more is better. Calls of
 Python are less is better, and the same on every machine. A ratio got worse if all of its rounds are below the
-kept median, and its own median is by more than the kept rounds differ among themselves.
+kept median, and its own median is by more than the kept rounds differ among themselves. Ratios that were kept on
+another machine are shown and not judged.
 """
 
 from __future__ import annotations
@@ -114,13 +115,11 @@ def together(before: dict[str, Found], more: dict[str, Found]) -> dict[str, Foun
     }  # fmt: skip
 
 
-def row(name: str, found: Found, before: Found | None) -> list[str]:
+def row(name: str, found: Found, before: Found | None, *, worse: bool) -> list[str]:
     """A line of the table."""
     digits = 2 if found.more_is_better else 0
     now = f"{found.median:.{digits}f} [{min(found.rounds):.{digits}f}..{max(found.rounds):.{digits}f}]"
-    if before is None:
-        return [name, now, "", ""]
-    return [name, now, f"{before.median:.{digits}f}", "worse" if found.got_worse(before) else ""]
+    return [name, now, "" if before is None else f"{before.median:.{digits}f}", "worse" if worse else ""]
 
 
 def main(
@@ -135,17 +134,21 @@ def main(
         console.print(f"{number} of {len(work)}: {command}", style="dim")
         figures = together(figures, measured(command, read))
     machine = machine_facts()
-    alike = kept is not None and kept.machine == machine
     before = kept.figures if kept is not None else {}
-    rows = [row(name, found, before.get(name)) for name, found in figures.items()]
+    alike = kept is not None and kept.machine == machine
+    worse = {
+        name for name, found in figures.items()
+        if name in before and (alike or not found.more_is_better) and found.got_worse(before[name])
+    }  # fmt: skip
+    rows = [row(name, found, before.get(name), worse=name in worse) for name, found in figures.items()]
     console.width = max(console.width, 110)
     console.print(table("more is better; of calls less", ("figure", "now", "kept", ""), rows))
     console.print(f"{machine}  load {os.getloadavg()[0]:.1f}", style="dim")
     if kept is not None and not alike:
-        console.print(f"the kept ratios are of another machine, so they may differ for that: {kept.machine}")
+        console.print(f"the kept ratios are of another machine, and not judged: {kept.machine}")
     if keep:
         KEPT.write_bytes(msgspec.json.format(msgspec.json.encode(Kept(machine, figures))) + b"\n")
-    raise typer.Exit(int(any(name in before and found.got_worse(before[name]) for name, found in figures.items())))
+    raise typer.Exit(bool(worse))
 
 
 if __name__ == "__main__":
