@@ -112,7 +112,7 @@ def newest_is_enough(config: JobConfig) -> bool:
     return config.mode.holder is StateHolder.SERVERS
 
 
-_LEAST_BESIDE = 3 << 20  # bytes; handing an update over costs as much as updating 0.1 MiB of parameters
+_LEAST_BESIDE = 3 << 20  # bytes; handing an update over takes 40 us, as AdamW for 0.1 MiB of parameters
 
 
 def updated_beside(job: ServerJob) -> frozenset[int]:
