@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
@@ -15,6 +15,7 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.plan.topology import HostFacts, Topology
+from rallypoint.core.policy import AllReduce
 from rallypoint.core.protocol import CaughtUp, Propose
 from rallypoint.core.view import Member, View
 from rallypoint.testing.simulation.job import SimulatedJob
@@ -34,6 +35,7 @@ class Cluster:
     busy: float = 0.8
     now: float = 0.0
     said: list[str] = field(default_factory=list)
+    job: SimulatedJob = JOB
 
     def run(self, effects: list[Effect]) -> None:
         self.said += [effect.text for effect in effects if isinstance(effect, Announce)]
@@ -54,7 +56,7 @@ class Cluster:
             self.run(self.machine.handle(events.Joined(member, "server")))
         for worker in ("w0", "w1", "w2"):
             self.run(self.machine.handle(events.Joined(Member(worker, worker), "worker")))
-            self.run(self.machine.handle(events.From(worker, Propose(JOB.record))))
+            self.run(self.machine.handle(events.From(worker, Propose(self.job.record))))
 
     def beats(self, count: int) -> None:
         for _ in range(count):
@@ -110,6 +112,20 @@ def test_without_the_option_nothing_is_moved_by_what_members_say() -> None:
     before = job.machine.view
     job.beats(30)
     assert job.machine.view == before
+
+
+def test_under_all_reduce_a_shard_stays_where_it_is_because_its_state_is_on_workers() -> None:
+    """No other server could be filled with it: a server that was asked for it failed, and the job with it."""
+    job = cluster()
+    job.job = replace(JOB, sync=AllReduce())
+    job.start()
+    job.beats(10)
+    job.links["s3"], before = 0.1, job.load
+    job.beats(30)
+    assert job.machine.view is not None
+    assert not job.machine.view.backup
+    assert job.moves == []
+    assert job.load == before
 
 
 def test_links_that_are_idle_most_of_the_time_move_nothing() -> None:

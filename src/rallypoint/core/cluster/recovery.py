@@ -124,7 +124,8 @@ class Recovery(Protocol):
         """Take over `reached` from the journal; `moved`: a step may have been computed in this generation."""
 
     def replication(self, wanted: int) -> int:
-        """The number of servers that hold each shard, where the terms ask for `wanted`."""
+        """The number of servers that hold each shard, where the terms ask for `wanted`. 0: a server's shards cannot be
+        given to another one before the next generation."""
 
     def exposed(self, shards: int) -> int:
         """The number of shards that the loss of one server could lose; `shards` have no backup that has caught up."""
@@ -255,7 +256,7 @@ class WorkersHoldState:
         self.holders.reached, self.holders.moved = dict(reached), moved
 
     def replication(self, wanted: int) -> int:
-        return 1  # there is nothing on a server that could be lost
+        return 0  # there is nothing on a server that could be lost, or filled
 
     def exposed(self, shards: int) -> int:
         return 0

@@ -222,6 +222,8 @@ class Succession:
         course, members = self.course, self.course.members
         if not course.terms.measure_links or course.view is None or course.record is None:
             return []
+        if not course.views.replication:  # no shard could move
+            return []
         if course.storing_first_weights or course.view.orders.ending or not members.awaited.isdisjoint(members.servers):
             return []
         shards = course.record.layout.shards
@@ -235,6 +237,8 @@ class Succession:
     def _place_by_uplinks(self) -> list[Effect]:
         course, members, views = self.course, self.course.members, self.course.views
         if not views.uplinks.told or course.view is None or not members.awaited.isdisjoint(members.servers):
+            return []
+        if not views.replication:  # no shard could move
             return []
         if course.storing_first_weights or course.view.orders.ending or course.view.backup.keys() - views.caught_up:
             return []

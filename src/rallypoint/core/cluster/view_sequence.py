@@ -63,7 +63,7 @@ class ViewSequence:
 
     Attributes:
         epoch: the coordinator's epoch (I10).
-        replication: with 2, every shard has a backup.
+        replication: with 2, every shard has a backup; with 0 none moves but in a new generation.
         aggregates: workers may use aggregators; else views give them none.
         view: the view in force; None before the first.
         caught_up: the shards whose backup holds all that was published: that backup may become primary.
@@ -143,7 +143,7 @@ class ViewSequence:
         surviving = surviving_primaries(before, servers, self.caught_up)
         if surviving is None:
             return None
-        away = not members.awaited.isdisjoint(servers)
+        away = not self.replication or not members.awaited.isdisjoint(servers)
         racks = self.uplinks.factors(self.situation(members, assignments))
         how = replace(
             self._placing, staying=members.staying, racks=racks, hold=away, apart=members.apart, arrived=self.arrived,
