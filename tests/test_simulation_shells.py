@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,10 +17,12 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.shard.effects import Apply
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
+from rallypoint.net.pool import Buffer
 from rallypoint.server.held import HeldShard
 from rallypoint.server.member import Views
 from rallypoint.server.parts import Followers, PayloadTickets, Pulls
 from rallypoint.server.reducer import Reducer, ShardEffects
+from rallypoint.server.shard import GradientSum, OwnedShard, WireCopies
 from rallypoint.testing.simulation.coordinator import Disk
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan
@@ -30,6 +33,7 @@ from support.failing import first_failure
 _settle, _apply = PayloadTickets.settle, ShardEffects._apply
 _send_version, _merge = Followers._send_version, AggregatorRelay._merge
 _add, _credit = Pulls.add, PayloadTickets.credit
+_applied, _loaded, _taken, _kept = OwnedShard.apply, OwnedShard.load, GradientSum.take, WireCopies.keep
 
 
 def _credit_twice(self: PayloadTickets, ticket: int, **early: Any) -> Any:
@@ -90,6 +94,31 @@ def _clocks_as_they_are_now(self: Reducer, index: int, version: int, clocks: tup
     return self._owned[index].state(version, tuple(machine.clocks), wires=False)
 
 
+def _sum_is_sent_and_is_the_version(self: OwnedShard, update: Apply) -> Any:
+    kept = self._sum.buffer
+    left = _applied(self, update)
+    if left is not None:
+        self._wire._raw[update.version] = kept
+    return left
+
+
+def _other_parts_memory(self: GradientSum, payload: Buffer, weight: float, at: int = 0) -> None:
+    _taken(self, payload, weight, at)
+    if at - 1 in self._parts:
+        self._parts[at - 1].tensor.copy_(payload.tensor)
+
+
+def _let_go_early(self: WireCopies, version: int, buffer: Buffer, oldest: int, pinned: int = -1) -> None:
+    _kept(self, version, buffer, oldest, pinned)
+    if version - 1 in self._raw:
+        self._raw[version - 1].release()
+
+
+def _without_moments(self: OwnedShard, record: Any) -> None:
+    moments = {name for name in record.arrays if name != "master" and not name.startswith("wire-")}
+    _loaded(self, replace(record, arrays={n: a for n, a in record.arrays.items() if n not in moments}, scalars={}))
+
+
 @pytest.mark.parametrize(("policy", "owner", "name", "bug", "said", "seeds"), [
     ("sync", PayloadTickets, "settle", _credit_twice, "a credit too many", 3),
     ("sync", PayloadTickets, "credit", _no_credit, "credits, not", 3),
@@ -100,10 +129,14 @@ def _clocks_as_they_are_now(self: Reducer, index: int, version: int, clocks: tup
     ("sync", Followers, "_send_version", _the_version_before, "other bytes", 100),
     ("tables", Pulls, "add", _nobody_looks_again, "stuck", 20),
     ("fold:3", Reducer, "_stored_state", _clocks_as_they_are_now, "runs ahead|missing", 400),
+    ("sync", OwnedShard, "apply", _sum_is_sent_and_is_the_version, "other floats", 10),
+    ("sync", GradientSum, "take", _other_parts_memory, "other floats", 10),
+    ("sync", WireCopies, "keep", _let_go_early, "more often|other floats", 10),
+    ("sync", OwnedShard, "load", _without_moments, "other floats|another state", 60),
 ], ids=[
     "a credit twice", "a credit not at all", "a buffer released twice", "a block released twice",
     "published before its backup", "a void generation's contribution", "the version before", "a lost wake-up",
-    "clocks of later",
+    "clocks of later", "one buffer for two", "a part written over", "a version let go early", "moments left behind",
 ])  # fmt: skip
 @pytest.mark.some("a credit*", "a buffer*", "published*", "the version*")
 def test_a_defect_planted_in_a_shell_is_found(

@@ -19,6 +19,7 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.modes import StateHolder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
+from rallypoint.testing.simulation.floats import Floats
 from rallypoint.testing.simulation.replicas import contents
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, Names, State, Trained, combine, tree
 from rallypoint.testing.simulation.replicas.script import ScriptStops, Undisturbed
@@ -49,6 +50,7 @@ class SimulatedJob:
     rules: Rules = field(default_factory=Rules)  # by which evaluations decide
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
     lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)  # states that were under way
+    floats: Floats = field(default_factory=Floats, compare=False, repr=False)
     audits: contents.AuditedJob | None = None
     carries: bool = False  # each replica carries a state: a shard for each, the last ones of the buffers
     fp16: bool = False  # it scales losses: the last shard of buffers has the loss scale, and `skip` is set
@@ -159,11 +161,13 @@ class SimulatedJob:
 
     def add(self, total: Content, content: Content) -> Content:
         """A contribution joins the sum."""
-        return combine(total, content) if self.same_bytes else self._both(total, content)
+        if not self.same_bytes:
+            return self._both(total, content)
+        return self.floats.sum(combine(total, content), total, content)
 
     def mean(self, total: Content, weight: float) -> Content:
         """The sum, divided."""
-        return combine(total, int(weight)) if self.same_bytes else total
+        return self.floats.mean(combine(total, int(weight)), total, weight) if self.same_bytes else total
 
     @staticmethod
     def _both(these: frozenset[Any], those: frozenset[Any]) -> frozenset[Any]:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
+import torch
 
 from rallypoint.core.audits import Audits
 from rallypoint.core.layout import Shard
@@ -29,7 +30,6 @@ from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
-from rallypoint.server.held import ShardFactory
 from rallypoint.server.intake import FrameChecks, Intake
 from rallypoint.server.job import ServerJob
 from rallypoint.server.member import ListeningMember, Views
@@ -63,12 +63,29 @@ class NamedPool:
 
 class NamedBuffer:
     """A payload with its holders, as `net.pool.Buffer` counts them; its bytes, its tensor and parts of them are itself.
+
+    Attributes:
+        real: the product's buffer with the floats that the name stands for, and these floats; None: there is none.
     """
+
+    real: tuple[Buffer, torch.Tensor] | None = None
 
     def __init__(self, content: Content, pool: NamedPool | None = None) -> None:
         """Without a pool it belongs to somebody who keeps it: nobody holds it."""
-        self.content, self._pool, self._holders = content, pool, 0 if pool is None else 1
+        self._content, self._pool, self._holders = content, pool, 0 if pool is None else 1
         self.bytes = self.tensor = self
+
+    @property
+    def content(self) -> Content:
+        """The name. AssertionError if the memory has other floats by now."""
+        if self.real is not None:
+            buffer, floats = self.real
+            assert torch.equal(buffer.tensor, floats), f"the memory of {self._content} has other floats"
+        return self._content
+
+    @content.setter
+    def content(self, content: Content) -> None:
+        self._content = content
 
     def __len__(self) -> int:
         return NBYTES
@@ -87,11 +104,15 @@ class NamedBuffer:
     def retain(self) -> NamedBuffer:
         """One more holder."""
         self._holders += 1
+        if self.real is not None:
+            self.real[0].retain()
         return self
 
     def release(self) -> None:
         """One holder less."""
         self._holders -= 1
+        if self.real is not None:
+            self.real[0].release()
         assert self._holders >= 0, "a buffer was released more often than it was held"
         if not self._holders and self._pool is not None:
             self._pool.held -= 1
@@ -282,16 +303,6 @@ class NamedShard:
 
 def _array(world: World, thing: Any) -> Array:
     return np.frombuffer(world.tokens.bytes_of(thing), np.uint8)
-
-
-class NamedShards(ShardFactory):
-    """Allocates shards of names."""
-
-    def __init__(self, server: SimulatedServer) -> None:
-        self._server = server
-
-    def allocate(self, index: int) -> Any:
-        return NamedShard(self._server, self._server.job.layout.shards[index])
 
 
 class NothingMore(LinkError):

@@ -25,12 +25,12 @@ from rallypoint.testing.simulation.names import (
     NamedIntake,
     NamedPool,
     NamedShard,
-    NamedShards,
     PlayedMember,
     WireChannel,
     named_job,
 )
 from rallypoint.testing.simulation.network import Node, Wire, World, watch
+from rallypoint.testing.simulation.shards import NamedShards, RealShard
 from rallypoint.testing.simulation.store import PlayedRestores, PlayedWriter, SimulatedStore
 
 FOLD_S = 0.002  # until a server with an empty inbox applies what it has gathered
@@ -246,6 +246,10 @@ class SimulatedServer(PlayedMember, ServerService):
         buffers = cast(NamedPool, self._job.pool).held
         unused = buffers - parts - len(arrived)
         assert 0 <= unused <= self.node.sending, f"{self.node.name}: {unused} buffers are held that nobody uses"
+        real = cast(NamedShards, self.reducer._parts.factory).pool
+        held = sum(shard.buffers for shard in self.held.values() if isinstance(shard, RealShard))
+        left = real.made - len(real.free) - held
+        assert 0 <= left <= self.node.sending, f"{self.node.name}: {left} buffers with floats are held that nobody uses"
         for channel in self.channels:
             if channel.wire.open:
                 kept = sum(cast(Any, a.channel) is channel and not a.credited for a in arrived.values())
