@@ -7,6 +7,7 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from one_server import FIRST, SECOND, Context
@@ -228,3 +229,19 @@ def test_small_updates_and_means_are_made_by_the_owner() -> None:
     assert beside(optimizer={"type": "adamw", "lr": 0.1}) == {0, 1}
     assert beside(optimizer={"type": "sgd", "lr": 0.1}) == frozenset()
     assert beside(sync={"type": "all-reduce"}, optimizer={"type": "adamw", "lr": 0.1}) == frozenset()
+
+
+@pytest.mark.parametrize(("optimizer", "expected"), [("adamw", 1), ("muon", 2)])
+def test_a_thread_that_updates_computes_alone_unless_the_bytes_need_more(optimizer: str, expected: int) -> None:
+    config = msgspec.structs.replace(_CONFIG, optimizer=resolve({"optimizer": {"type": optimizer}}).optimizer)
+    shards = tuple(msgspec.structs.replace(shard, columns=4 * (optimizer == "muon")) for shard in _LAYOUT.shards)
+    job = ServerJob(record_of(config, msgspec.structs.replace(_LAYOUT, shards=shards)), config)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        threads = Reducer("s", job, Context(), lambda event: None, Tracer("s"), threads=1)._effects.threads
+        assert threads is not None
+        assert threads.submit(torch.get_num_threads).result() == expected
+        threads.shutdown()
+    finally:
+        torch.set_num_threads(before)

@@ -340,7 +340,7 @@ class Reducer:
         )  # fmt: skip
         self._effects = ShardEffects(
             self._parts, put,
-            ThreadPoolExecutor(threads, "update", own_threads, (torch.get_num_threads(),)) if threads else None,
+            ThreadPoolExecutor(threads, "update", own_threads, (intra_op(job),)) if threads else None,
         )
         self._handlers = self._table()
         self._tree = job.config.policy.tree
@@ -608,6 +608,12 @@ def own_threads(number: int) -> None:
     torch.set_num_threads(number)
     torch.get_num_threads()  # as a computation: from here on the thread has its own
     torch.set_num_threads(number)
+
+
+def intra_op(job: ServerJob) -> int:
+    """With how many intra-op threads an update's thread computes: more would only fight for the cores with the others,
+    and with workers. Words are updated one by one; a matrix product (Muon) depends on their number."""
+    return torch.get_num_threads() if any(shard.columns for shard in job.shards) else 1
 
 
 def bad_replicas(header: Header) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""What a simulated server's own reducer holds and sends: names in place of tensors, wires in place of channels.
+"""What a simulated server's own reducer holds and sends: names of tensors, wires in place of channels.
 
-`server/reducer.py` and its parts are the product's own; here is what they are given: shards (`NamedShards`), buffers,
-channels.
+`server/reducer.py` and its parts are the product's own; here is what they are given: buffers, channels, and shards that
+are nothing but names (`shards.py` has the others).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A simulated server: the product's own reducer, with names where tensors would be."""
+"""A simulated server: the product's own reducer and shards, with a name for each tensor."""
 
 from __future__ import annotations
 
