@@ -17,7 +17,7 @@ from rallypoint.server.snapshots import StateRelay
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
-from rallypoint.testing.simulation.policies import CodecStatePlay, word_for
+from rallypoint.testing.simulation.policies import CodecStatePlay, parse_policy, word_for
 from rallypoint.testing.simulation.run import play, simulate
 from support.failing import first_failure
 
@@ -57,6 +57,13 @@ def test_a_worker_that_leaves_gives_the_codec_states_of_the_replica_that_it_was_
 def test_a_worker_that_was_given_up_uses_no_codec_state_that_lacks_what_others_have_contributed_since() -> None:
     """It was paused after step 2, another worker made step 3, and it went on with step 4 before it heard of that."""
     simulate(334281942, CodecStatePlay())
+
+
+@pytest.mark.parametrize(("word", "seed"), [("resumed:codec-state", 1469), ("codec-state", 121)])
+def test_a_snapshot_for_which_a_worker_has_no_copy_of_a_codec_state_any_more_is_given_up(word: str, seed: int) -> None:
+    """A coordinator had died, and the next one asked for the same version again: servers were still at it, workers had
+    begun its step. It was stored without codec states, and whoever went on from it ended with other bytes."""
+    simulate(seed, parse_policy(word))
 
 
 @pytest.mark.some("0.1-2")
@@ -105,7 +112,7 @@ def _no_copies(self: StateRelay, record: ShardRecord, place: Shard) -> bool:
     (StateHandover, "release", _nothing_is_given, "stuck after|made from", 0),
     (StateHandover, "ready", _nobody_waits, "made from", 0),
     (CodecStateCustody, "rolled_back", _a_roll_back_changes_nothing, "codec state of generation|state is ahead", 0),
-    (StateRelay, "awaited", _no_copies, "made from no codec state", 120),  # seed 125 finds it
+    (StateRelay, "awaited", _no_copies, "is stored with codec states", 0),
 ], ids=["nothing is given", "nobody waits", "not rolled back", "not in snapshots"])  # fmt: skip
 @pytest.mark.some("[!n]*")
 def test_a_bug_in_codec_states_planted_on_purpose_is_found(

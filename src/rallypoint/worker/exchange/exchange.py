@@ -406,15 +406,9 @@ class Exchange:
         self._links.overdraw(step)
         self._locked.handle(machine.Assisted(step, replica))
 
-    def capture(self, snapshot: machine.Store) -> int:
-        """Ask the machine to store this worker's part of a snapshot.
-
-        Returns -1, or the version here if it is too late.
-        """
-        with self._locked.changed:
-            passed = self._shell.snapshots.wanted(snapshot)
-            self._locked.changed.notify_all()
-            return passed
+    def capture(self, snapshot: machine.Store) -> None:
+        """Ask the machine to store this worker's part of a snapshot."""
+        self._locked.set(lambda: self._shell.snapshots.wanted(snapshot))
 
     def finish(self) -> None:
         """The job is over: end every wait."""

@@ -98,21 +98,18 @@ class Encoder:
         """Remove the codec state of (shard, replica) from this encoder and return it; None if there is none."""
         key = (shard, replica)
         with self._lock:
-            codec = self._codecs.pop(key, None)
-            if key not in self._kept or not isinstance(codec, Stateful):
-                return None
-            codec_state = self._dump(key, codec)
+            codec_state = self._dump(key) if key in self._kept else None
+            self._codecs.pop(key, None)
             self._let_go(key)
             return codec_state
 
     def copy(self, shard: int, replica: int, step: int) -> CodecState | None:
-        """Return a copy of the codec state of (shard, replica) after `step`; None if there is none of that step."""
+        """Return a copy of the codec state of (shard, replica) after `step`, without data if the next contribution is
+        encoded without one; None if that was encoded already."""
         key = (shard, replica)
         with self._lock:
-            codec = self._codecs.get(key)
-            if self._kept.get(key, (-1, None))[0] != step or not isinstance(codec, Stateful):
-                return None
-            return self._dump(key, codec)
+            kept = self._kept.get(key, (-1, None))[0]
+            return None if kept > step else self._dump(key) if kept == step else CodecState(step, 0, memoryview(b""))
 
     def take(self, shard: int, replica: int, codec_state: CodecState | None) -> None:
         """Install a codec state that another worker had; None drops the one here.
@@ -146,9 +143,9 @@ class Encoder:
             codec = self._decoders.codec = build_stateless(self._config.down)
         codec.decode(payload, into)
 
-    def _dump(self, key: tuple[int, int], codec: Codec) -> CodecState:
+    def _dump(self, key: tuple[int, int]) -> CodecState:
+        codec, (step, payload) = self._codecs[key], self._kept[key]
         assert isinstance(codec, Stateful)
-        step, payload = self._kept[key]
         data = dump(codec) + (bytes(payload.data) if payload is not None else b"")
         return CodecState(step, codec.code, memoryview(data))
 
