@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import CodecStatePlay, parse_policy, word_for
 from rallypoint.testing.simulation.run import play, simulate
+from rallypoint.testing.simulation.worker import SimulatedWorker
 from support.failing import first_failure
 
 FIXED = range(18)
@@ -64,6 +66,48 @@ def test_a_snapshot_for_which_a_worker_has_no_copy_of_a_codec_state_any_more_is_
     """A coordinator had died, and the next one asked for the same version again: servers were still at it, workers had
     begun its step. It was stored without codec states, and whoever went on from it ended with other bytes."""
     simulate(seed, parse_policy(word))
+
+
+def _often_told_to_go(seed: int) -> Plan:
+    """Workers come and go, and snapshots are taken all the time."""
+    rng, faults = random.Random(seed), list[Fault]()
+    terms = Terms(workers_start=3, workers_max=3, servers=2, snapshots=True, snapshot_steps=2, heartbeat=30.0)
+    for _ in range(4):
+        at = rng.uniform(0.3, 4.0)
+        faults += [Fault(at, "leave", "worker"), Fault(at + rng.uniform(0, 0.6), "join", "worker")]
+        if rng.random() < 0.4:
+            faults.append(Fault(rng.uniform(0.3, 4.0), "drop data", "worker", rng.uniform(0, 0.5)))
+    job = SimulatedJob(replicas=3, steps=12, codec=TopK())
+    return Plan(seed, job, terms, 3, 2, tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+@pytest.mark.some("0", "3")
+@pytest.mark.parametrize("seed", [0, 3, 4, 16])
+def test_a_worker_that_is_told_to_go_hands_its_codec_states_over_in_the_middle_of_a_step(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed as soon as servers have them: what it encodes later, or copies for a snapshot, must not count."""
+    leave, steps_cut = SimulatedWorker.leave, 0
+
+    def leave_at_once(self: SimulatedWorker) -> None:
+        def hand_over() -> None:
+            nonlocal steps_cut
+            steps_cut += self.machine.computing
+            end()
+
+        def end() -> None:
+            states = self.exchange.codec_states
+            if states is not None and states.hand_over():
+                self.node.kill()
+            else:
+                self.node.later(0.05, end)
+
+        leave(self)
+        self.node.later(random.Random(self.node.name).uniform(0.0, 0.25), hand_over)
+
+    monkeypatch.setattr(SimulatedWorker, "leave", leave_at_once)
+    play(_often_told_to_go(seed))
+    assert steps_cut > 0
 
 
 @pytest.mark.some("0.1-2")

@@ -101,6 +101,26 @@ def test_a_worker_that_is_told_to_go_leaves_its_codec_states_behind(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("codec", ["topk", "powersgd"])
+def test_a_worker_that_is_told_to_go_and_cannot_end_its_step_leaves_its_codec_states_behind_all_the_same(
+    cluster_of: Make, undisturbed: Hashes, codec: str
+) -> None:
+    """It ended after ten seconds without a word, its replicas went on from zero, and the run ended with other bytes."""
+    cluster = cluster_of(codec)
+    cluster.run("--workers", "2", "--servers", "2")
+    cluster.until_caught_up(AT)
+    victim = cluster.processes()["worker1"]
+    victim.terminate()
+    cluster.until(lambda: not alive(victim))  # the gate is shut
+    cluster.ends()
+    assert cluster.hash == undisturbed(codec)
+    assert "worker1 has left" in cluster.output
+    assert "starting another" not in cluster.output
+    assert "codec states" not in cluster.output
+    assert "Traceback" not in cluster.output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [("bounded-staleness", "--set", "sync.staleness=2"), ("async",)])
 def test_in_a_streaming_job_too_a_worker_that_goes_holds_nobody_up(
     cluster_of: Make, policy: tuple[str, ...]

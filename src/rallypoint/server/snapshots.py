@@ -42,7 +42,7 @@ class StateRelay:
         self._formats, self._replicas, self._send = formats, replicas, send
         self._generation: ViewNumber | None = None
         self._copies: dict[Key, CodecState] = {}
-        self._records: dict[int, ShardRecord] = {}  # for a snapshot, complete except for codec states
+        self.records: dict[int, ShardRecord] = {}  # for a snapshot, complete except for codec states
 
     def adopt(self, view: View) -> None:
         """Adopt a new view."""
@@ -77,30 +77,26 @@ class StateRelay:
         """The shard was copied for a snapshot. Returns True if the record is kept here until `complete`."""
         if not self._formats.has(place):
             return False
-        self._records[record.shard] = record
+        self.records[record.shard] = record
         return True
-
-    def awaits(self, index: int) -> bool:
-        """Is a record of this shard kept?"""
-        return index in self._records
 
     def complete(self, index: int, *, at_last: bool = False) -> ShardRecord | None:
         """The kept record of this shard, once all copies are here. `at_last`: with the copies that are here."""
-        record = self._records.get(index)
+        record = self.records.get(index)
         if record is None:
             return None
         copies = {r: self._copies.get((index, r)) for r in range(self._replicas)}
         there = {r: c for r, c in copies.items() if c is not None and c.step == record.version - 1}
         if len(there) < self._replicas and not at_last:
             return None
-        del self._records[index]
+        del self.records[index]
         for replica in there:
             del self._copies[index, replica]
         return replace(record, codec_states={r: np.frombuffer(c.data, np.uint8) for r, c in there.items() if c.data})
 
     def abandon(self) -> None:
         """The snapshot was stopped."""
-        self._records.clear()
+        self.records.clear()
 
     def restored(self, record: ShardRecord, place: Shard) -> None:
         """A shard was read from a snapshot, with its codec states. Workers with these replicas will ask for them."""
@@ -166,10 +162,10 @@ class SnapshotCapture:
         """
         if shard in self._to_copy:
             self._copy(shard)
-        if self._codec_states is None or not self._codec_states.awaits(shard):
+        if self._codec_states is None or shard not in self._codec_states.records:
             return False
         self.codec_state_came(shard, at_last=self._job.config.quorum is not None)
-        if lost := self._codec_states.awaits(shard):
+        if lost := shard in self._codec_states.records:
             self.abandon()
         return lost
 

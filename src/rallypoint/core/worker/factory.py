@@ -72,5 +72,5 @@ def _snapshots(plan: WorkerPlan, machine: WorkerMachine) -> WorkerSnapshots:
         case StateHolder.WORKERS:
             return ModelShares()
         case StateHolder.SERVERS:
-            shards = frozenset(plan.codec_state_shards)
+            shards = plan.codec_state_shards
             return CodecStateSnapshots(machine, shards) if shards else WorkerSnapshots()

@@ -14,8 +14,7 @@ Adopt a view in three steps, because links have to end before the machine gets t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -89,7 +88,7 @@ class CodecStateSnapshots(WorkerSnapshots):
     """For codecs with states, those of `shards`: the states of version v are those before the first contribution
     computed from v. A server that does not get them all gives the snapshot up: this worker may hear of it too late."""
 
-    def __init__(self, machine: WorkerMachine, shards: AbstractSet[int]) -> None:
+    def __init__(self, machine: WorkerMachine, shards: Collection[int]) -> None:
         self._machine, self._shards = machine, shards
         self._captured = -1
 
@@ -97,9 +96,8 @@ class CodecStateSnapshots(WorkerSnapshots):
         self._captured = snapshot.version
 
     def copies(self, send: Send) -> bool:
-        if self._captured < 0 or send.step <= 0 or send.shard not in self._shards:
-            return False
-        return send.step == self._machine.cadence.updates_before(send.shard, self._captured)
+        before = self._machine.cadence.updates_before(send.shard, self._captured)
+        return send.step == before > 0 and send.shard in self._shards
 
     def rolled_back(self) -> None:
         self._captured = -1

@@ -357,8 +357,8 @@ class Exchange:
             layout, self.memory, self._encoder, self._links, sent=locked.sent, queued=shell.machine.slots.is_queued,
             lock=locked.changed, examines=config.nonfinite != "continue",
         )  # fmt: skip
-        codec_states = CodecStates(shell, self._encoder, formats, self._links) if shell.states.kept else None
-        locked.effects = LinkEffects(shell, self._links, self._pushes, codec_states)
+        self.codec_states = CodecStates(locked, self._encoder, formats, self._links) if shell.states.kept else None
+        locked.effects = LinkEffects(shell, self._links, self._pushes, self.codec_states)
         self._optimizer = optimizer_state(config)
         self.replica = ReplicaPushes(
             layout, locked, self._pushes, self._links, Contributions(layout, config.audit.fingerprints)
@@ -369,7 +369,7 @@ class Exchange:
         self.words = WordPulls(locked, self._links, pinned=pinned)
         self.end, self.reaching, self.own_loop = JobEnd(locked), SaysReached(locked), OwnLoop(locked, self._links)
         self.arrivals = Arrivals(
-            layout, config, locked, self.memory, self._encoder, codec_states, self._optimizer,
+            layout, config, locked, self.memory, self._encoder, self.codec_states, self._optimizer,
             (self.rows, self.words),
         )  # fmt: skip
 
