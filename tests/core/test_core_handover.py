@@ -337,7 +337,7 @@ class Play:
                         assert lineage == tuple(range(step + 1)), "nothing is lost while its owner lives"
                     assert lineage[-1] == step
                     assert list(lineage) == list(range(lineage[0], step + 1)), "a memory has all since its beginning"
-        assert all(worker.handover.settled for worker in self.workers.values())
+        assert all(not worker.handover._giving for worker in self.workers.values())
 
 
 WORK = ["begin", "push", "push", "push", "install", "up", "up", "up", "down", "down", "turn worker", "turn shard"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -12,7 +15,8 @@ from rallypoint.config import ranks_of, resolve
 from rallypoint.core.layout import Layout, TensorSpec, build_layout
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.frames import COPY, Header, Kind
-from rallypoint.server.snapshots import StateRelay
+from rallypoint.observe.trace import Tracer
+from rallypoint.server.snapshots import SnapshotCapture, StateRelay
 from rallypoint.store.record import ShardRecord
 
 REPLICAS = 2
@@ -75,6 +79,39 @@ def test_copies_may_come_before_the_snapshot_is_asked_for() -> None:
     server.copy(1, 3, b"one")
     server.record(4)
     assert kept_state(server.codec_states.complete(server.shard, at_last=False)) == {0: b"nil", 1: b"one"}
+
+
+def test_a_worker_says_that_it_begins_without_a_codec_state_and_that_replaces_no_copy() -> None:
+    server = Server()
+    server.record(4)
+    server.copy(0, 3, b"nil")
+    server.copy(0, 3, b"")  # of a worker that was assigned the replica later
+    server.copy(1, 3, b"")
+    assert kept_state(server.codec_states.complete(server.shard)) == {0: b"nil"}
+
+
+@pytest.mark.parametrize("quorum", [None, 1])
+def test_a_snapshot_is_lost_if_a_copy_has_not_come_before_the_next_update(quorum: int | None) -> None:
+    """The worker has contributed before it heard of the snapshot, or its link broke. With a quorum it may be slow."""
+    server, put, abandoned = Server(), list[ShardRecord](), list[bool]()
+    record = ShardRecord(server.shard, 4, {"master": np.zeros(1000, np.float32)}, {})
+    writer: Any = SimpleNamespace(
+        takes_records=True, put=put.append, copy=lambda record: record, abandon=lambda: abandoned.append(True)
+    )
+    job: Any = SimpleNamespace(
+        versions_are_common=True, shards=server.layout.shards, config=SimpleNamespace(quorum=quorum),
+        plan=SimpleNamespace(rounds_of=lambda shard: 10),
+    )  # fmt: skip
+    tracer = Tracer("server0")
+    capture = SnapshotCapture(writer, job, server.codec_states, lambda *_: record, tracer, wake=lambda: None)
+    for copies in ((0, 1), (0,)):
+        for replica in copies:
+            server.copy(replica, 3, b"it")
+        capture.wanted(server.shard, 4)
+        lost = capture.before_update(server.shard)
+        assert lost == bool(abandoned) == (len(copies) == 1 and quorum is None)
+    assert [list(kept.codec_states) for kept in put] == [[0, 1], *([] if quorum is None else [[0]])]
+    assert not capture.before_update(server.shard)
 
 
 def test_the_next_update_ends_the_wait_for_what_was_lost_with_a_worker() -> None:

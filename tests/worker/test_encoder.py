@@ -153,6 +153,20 @@ def test_a_contribution_that_went_raw_goes_raw_again_from_whoever_takes_the_repl
     assert heir.encode(0, 2, 0, gradient(words, 2)) is not None
 
 
+def test_a_copy_is_of_the_state_after_that_step_or_says_that_there_is_none_and_is_gone_once_the_next_is_made() -> None:
+    layout, config = setting(TopK(ratio=0.1, sampled=False))
+    encoder, values = Encoder(layout, config), gradient(layout.shards[0].words, 1)
+    none = encoder.copy(0, 0, 3)
+    assert none is not None
+    assert (none.step, len(none.data)) == (3, 0), "it begins with step 4"
+    sent(encoder, 0, 4, 0, values)
+    assert encoder.copy(0, 0, 3) is None
+    kept = encoder.copy(0, 0, 4)
+    assert kept == encoder.give(0, 0)
+    assert kept is not None
+    assert (kept.step, len(kept.data) > 0) == (4, True)
+
+
 def test_a_codec_state_with_a_longer_contribution_than_a_shard_has_is_refused() -> None:
     layout, config = setting(Int8())
     encoder = Encoder(layout, config)

@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -343,7 +344,24 @@ def test_a_worker_that_is_told_to_go_hands_its_replicas_over_and_its_loop_ends_w
         assert exits.codes == [], "it went by itself"
         exits.over.set()
         until(lambda: exits.codes == [0])
-        assert exits.slept == [session.LEAVE_WITHIN_S], "and would have gone all the same"
+        assert sum(exits.slept) == session.LEAVE_WITHIN_S, "and would have gone all the same"
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_who_has_to_end_before_servers_have_its_codec_states_says_so(
+    exits: Exits, capsys: pytest.CaptureFixture[str], settled: bool
+) -> None:
+    done: list[str] = []
+    states = SimpleNamespace(hand_over=lambda: done.append("hand over") or settled)
+    exchange = SimpleNamespace(leave=lambda: done.append("leave"), codec_states=states)
+    link: Any = SimpleNamespace(send=lambda message: None, welcome=SimpleNamespace(heartbeat=5.0))
+    exits.over.set()
+    Job._leave(cast(Any, SimpleNamespace(
+        id="worker1", _run=None, _link=link, _plane=exchange, _exchange=exchange, _finished=False
+    )), 0)  # fmt: skip
+    assert done == ["leave", "hand over", "hand over"]
+    assert exits.codes == [0]
+    assert ("worker1 ends before servers have its codec states" in capsys.readouterr().out) is not settled
 
 
 def test_a_loop_that_is_left_early_is_a_clean_end_of_the_job() -> None:

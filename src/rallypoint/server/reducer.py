@@ -205,8 +205,9 @@ class ShardEffects:
 
     def _apply(self, index: int, owned: HeldShard, effect: shard_effects.Apply) -> None:
         parts = self._parts
-        if parts.capture is not None:
-            parts.capture.before_update(index)
+        if parts.capture is not None and parts.capture.before_update(index):
+            at = self._cadence.round_of(index, effect.version - 1)
+            parts.context.say(NotStored(parts.capture.snapshot, "a codec state did not come", at))
         parts.gathering.pop(index, None)
         timed = effect if self._together and not self.reductions else self._timed(index, effect)
         if index in self._beside and self.threads is not None:

@@ -42,7 +42,7 @@ class StateRelay:
         self._formats, self._replicas, self._send = formats, replicas, send
         self._generation: ViewNumber | None = None
         self._copies: dict[Key, CodecState] = {}
-        self._records: dict[int, ShardRecord] = {}  # for a snapshot, complete except for codec states
+        self.records: dict[int, ShardRecord] = {}  # for a snapshot, complete except for codec states
 
     def adopt(self, view: View) -> None:
         """Adopt a new view."""
@@ -68,33 +68,35 @@ class StateRelay:
     # ---- snapshots ----
 
     def copied(self, header: Header, data: memoryview) -> None:
-        """A copy arrived for a snapshot of the version after its step."""
-        self._copies[header.shard, header.replica] = CodecState(header.step, header.codec, data)
+        """A copy arrived for a snapshot of the version after its step. Without data: it begins without a state."""
+        key = (header.shard, header.replica)
+        if key not in self._copies or self._copies[key].step != header.step:
+            self._copies[key] = CodecState(header.step, header.codec, data)
 
     def awaited(self, record: ShardRecord, place: Shard) -> bool:
         """The shard was copied for a snapshot. Returns True if the record is kept here until `complete`."""
         if not self._formats.has(place):
             return False
-        self._records[record.shard] = record
+        self.records[record.shard] = record
         return True
 
-    def complete(self, index: int, *, at_last: bool) -> ShardRecord | None:
+    def complete(self, index: int, *, at_last: bool = False) -> ShardRecord | None:
         """The kept record of this shard, once all copies are here. `at_last`: with the copies that are here."""
-        record = self._records.get(index)
+        record = self.records.get(index)
         if record is None:
             return None
         copies = {r: self._copies.get((index, r)) for r in range(self._replicas)}
         there = {r: c for r, c in copies.items() if c is not None and c.step == record.version - 1}
         if len(there) < self._replicas and not at_last:
             return None
-        del self._records[index]
+        del self.records[index]
         for replica in there:
             del self._copies[index, replica]
-        return replace(record, codec_states={r: np.frombuffer(c.data, np.uint8) for r, c in there.items()})
+        return replace(record, codec_states={r: np.frombuffer(c.data, np.uint8) for r, c in there.items() if c.data})
 
     def abandon(self) -> None:
         """The snapshot was stopped."""
-        self._records.clear()
+        self.records.clear()
 
     def restored(self, record: ShardRecord, place: Shard) -> None:
         """A shard was read from a snapshot, with its codec states. Workers with these replicas will ask for them."""
@@ -152,15 +154,26 @@ class SnapshotCapture:
         """Copy one of the shards that wait for it."""
         self._copy(next(iter(self._to_copy)))
 
-    def before_update(self, shard: int) -> None:
-        """The shard is about to change: copy it now if it waits for that."""
+    def before_update(self, shard: int) -> bool:
+        """The shard is about to change: copy it now if it waits for that.
+
+        Returns True if the snapshot is lost: a worker's copy of a codec state has not come, and will not. (With a
+        quorum, a step does without some.)
+        """
         if shard in self._to_copy:
             self._copy(shard)
-        self._put_complete(shard, at_last=True)
+        if self._codec_states is None or shard not in self._codec_states.records:
+            return False
+        self.codec_state_came(shard, at_last=self._job.config.quorum is not None)
+        if lost := shard in self._codec_states.records:
+            self.abandon()
+        return lost
 
-    def codec_state_came(self, shard: int) -> None:
-        """A worker's copy of a codec state arrived, perhaps after the shard was copied."""
-        self._put_complete(shard, at_last=False)
+    def codec_state_came(self, shard: int, *, at_last: bool = False) -> None:
+        """A worker's copy of a codec state arrived, perhaps after the shard was copied: store what is complete."""
+        assert self._codec_states is not None
+        if (record := self._codec_states.complete(shard, at_last=at_last)) is not None:
+            self._writer.put(record)
 
     def disowned(self, shard: int) -> None:
         """This server no longer holds the shard."""
@@ -192,12 +205,6 @@ class SnapshotCapture:
         goes_on = 0 < version < self._job.plan.rounds_of(shard) and self._job.versions_are_common
         states = self._codec_states
         return states is not None and goes_on and states.awaited(record, self._job.shards[shard])
-
-    def _put_complete(self, shard: int, *, at_last: bool) -> None:
-        """Store a copy whose codec states are complete. `at_last` (the next update): store it with those that came."""
-        if self._codec_states is not None and (record := self._codec_states.complete(shard,
-            at_last=at_last)) is not None:
-            self._writer.put(record)
 
 
 # ---- Reads shards from a snapshot in a thread of its own, and puts them into the owner's inbox as events ----

@@ -410,9 +410,8 @@ class KeyExchange:
     def assist(self, step: int, replica: int) -> None:
         """There are no backup tasks in a store."""
 
-    def capture(self, snapshot: Store) -> int:
+    def capture(self, snapshot: Store) -> None:
         """Workers have no part in a store's snapshots."""
-        return -1
 
     def finish(self) -> None:
         """The job is over: end every wait."""

@@ -23,7 +23,6 @@ from rallypoint.core.protocol import (
     Leaving,
     Message,
     NewView,
-    NotStored,
     Offers,
     Propose,
     Refused,
@@ -311,7 +310,7 @@ class DataPlane(Protocol):
 
     def assist(self, step: int, replica: int) -> None: ...
 
-    def capture(self, snapshot: Store) -> int: ...
+    def capture(self, snapshot: Store) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -430,8 +429,7 @@ class MemberMessages:
             if exchange is None or wanted is None or wanted.snapshot == self._captured:
                 return
             self._captured = wanted.snapshot
-        if (passed := exchange.capture(Store(wanted.snapshot, wanted.version, wanted.writers))) >= 0:
-            self._link.send(NotStored(wanted.snapshot, "the step was over before the request came", passed))
+        exchange.capture(Store(wanted.snapshot, wanted.version, wanted.writers))
 
     def _adopt(self, view: View) -> None:
         with self._changed:

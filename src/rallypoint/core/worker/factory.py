@@ -72,4 +72,5 @@ def _snapshots(plan: WorkerPlan, machine: WorkerMachine) -> WorkerSnapshots:
         case StateHolder.WORKERS:
             return ModelShares()
         case StateHolder.SERVERS:
-            return CodecStateSnapshots(machine) if plan.codec_state_shards else WorkerSnapshots()
+            shards = plan.codec_state_shards
+            return CodecStateSnapshots(machine, shards) if shards else WorkerSnapshots()

@@ -18,6 +18,7 @@ import enum
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from rallypoint.core.worker.slots import Effect, Give, Recall, ReleaseState, ResetCodecs
 
@@ -44,28 +45,21 @@ class Paths:
 
 @dataclass(slots=True)
 class StateHandover:
-    """The codec states that this worker holds, recalls and gives. `shards` are those whose codec has states."""
+    """The codec states that this worker holds, recalls and gives. `shards` are those whose codec has states.
+
+    `missing`: for each replica being recalled, the shards that have not answered.
+    """
 
     shards: tuple[int, ...]
     _here: set[int] = field(default_factory=set)  # replicas whose codec states are here, or that start with none
-    _missing: dict[int, set[int]] = field(default_factory=dict)  # recalled replica -> shards that have not answered
+    missing: dict[int, set[int]] = field(default_factory=dict)
     _asked: dict[Key, tuple[str, int]] = field(default_factory=dict)  # recalls: the connection that each was sent on
     _giving: dict[Key, tuple[str, int] | None] = field(default_factory=dict)  # not acknowledged: connection, or None
 
     @property
     def settled(self) -> bool:
-        """True when the primaries have acknowledged everything that this worker gave."""
-        return not self._giving
-
-    @property
-    def empty(self) -> bool:
-        """True when no codec states are here and none are recalled."""
-        return not (self._here or self._missing)
-
-    @property
-    def missing(self) -> dict[int, set[int]]:
-        """For each replica being recalled, the shards that have not answered."""
-        return self._missing
+        """True when no codec states are here or recalled, and the primaries have acknowledged all that were given."""
+        return not (self._here or self.missing or self._giving)
 
     def ready(self, replica: int) -> bool:
         """True if this worker may compute `replica`: all of its codec states are here."""
@@ -73,39 +67,33 @@ class StateHandover:
 
     def drop_all(self) -> None:
         """Drop everything: a new generation has begun and all codec states are stale."""
-        for known in (self._here, self._missing, self._asked, self._giving):
+        for known in (self._here, self.missing, self._asked, self._giving):
             known.clear()
-
-    # ---- recalling ----
 
     def recall(self, replica: int, paths: Paths) -> list[tuple[int, str]]:
         """Recall the codec states of `replica`. Returns (shard, server) for each request to send now."""
         if replica in self._here:
             return []
         asks = self._unasked(replica, paths)
-        self._missing.setdefault(replica, set(self.shards))
+        self.missing.setdefault(replica, set(self.shards))
         for shard, way in asks:
             self._asked[shard, replica] = way
         return [(shard, server) for shard, (server, _) in asks]
 
-    def can_recall(self, replica: int, paths: Paths) -> bool:
-        """True if `recall` would return a request to send now."""
-        return replica not in self._here and bool(self._unasked(replica, paths))
-
     def _unasked(self, replica: int, paths: Paths) -> list[tuple[int, tuple[str, int]]]:
-        missing = sorted(self._missing.get(replica, self.shards))
+        missing = sorted(self.missing.get(replica, self.shards))
         ways = [(shard, paths.to(shard)) for shard in missing]
         return [(shard, way) for shard, way in ways if way is not None and self._asked.get((shard, replica)) != way]
 
     def answered(self, shard: int, replica: int) -> bool:
         """The shard's primary has answered a recall. Returns False if this worker does not wait for that answer."""
-        missing = self._missing.get(replica, set())
+        missing = self.missing.get(replica, set())
         if shard not in missing:
             return False
         missing.discard(shard)
         self._asked.pop((shard, replica), None)
         if not missing:
-            del self._missing[replica]
+            del self.missing[replica]
             self._here.add(replica)
         return True
 
@@ -114,11 +102,9 @@ class StateHandover:
 
         Its contributions make this worker the owner of the states at each primary: it must give back all of them later.
         """
-        for shard in self._missing.pop(replica, set()):
+        for shard in self.missing.pop(replica, set()):
             self._asked.pop((shard, replica), None)
         self._here.add(replica)
-
-    # ---- giving ----
 
     def release(self, keeps: AbstractSet[int]) -> list[Key]:
         """Keep only the replicas `keeps`. Returns the (shard, replica) of all codec states to give back.
@@ -127,8 +113,8 @@ class StateHandover:
         worker owns those too.
         """
         given = [(shard, replica) for replica in sorted(self._here - keeps) for shard in self.shards]
-        for replica in sorted(self._missing.keys() - keeps):
-            missing = self._missing.pop(replica)
+        for replica in sorted(self.missing.keys() - keeps):
+            missing = self.missing.pop(replica)
             given += [(s, replica) for s in self.shards if s not in missing or (s, replica) in self._asked]
         self._here &= keeps
         for key in given:
@@ -155,16 +141,12 @@ class NoCodecStates:
     """The interface, for jobs whose codecs have no state: any worker may compute any replica at once."""
 
     kept = False  # True if the job's codecs have states
-    settled = True  # True when no codec states are here, and the primaries have acknowledged all that were given
+    settled = True  # see `StateHandover.settled`
+    missing: Mapping[int, AbstractSet[int]] = MappingProxyType({})  # see `StateHandover`
 
     def ready(self, replica: int) -> bool:
         """True if this worker has all codec states of `replica`."""
         return True
-
-    @property
-    def missing(self) -> Mapping[int, AbstractSet[int]]:
-        """For each replica being recalled, the shards that have not answered."""
-        return {}
 
     def may_prepare(self, replica: int | None, paths: Paths) -> bool:
         """True if `prepare` would return an effect now."""
@@ -188,6 +170,10 @@ class NoCodecStates:
         """Keep the codec states of `replicas` only; return the effects that give all others to the primaries."""
         return []
 
+    def hand_over(self, paths: Paths) -> list[Effect]:
+        """This worker ends, whatever its main thread does: give all codec states to the primaries, and recall none."""
+        return []
+
     def rolled_back(self) -> None:
         """Drop all codec states: a new generation has begun and they are stale."""
 
@@ -199,41 +185,36 @@ class NoCodecStates:
         """The shard's primary has acknowledged a codec state."""
 
 
-class CodecStateCustody(NoCodecStates):
+class CodecStateCustody(StateHandover, NoCodecStates):  # type: ignore[misc, override]
     """For jobs whose codecs have states for `shards`. States move with replicas: see `core/worker/handover.py`."""
 
     kept = True
 
     def __init__(self, shards: tuple[int, ...]) -> None:
-        self._handover = StateHandover(shards)
+        StateHandover.__init__(self, shards)
         self._stale = False  # the encoder still has to drop the states of the last generation
+        self._over = False  # `hand_over` was called
         self._borrowed = frozenset[int]()
 
-    @property
-    def settled(self) -> bool:  # type: ignore[override]
-        return self._handover.empty and self._handover.settled
-
-    @property
-    def missing(self) -> Mapping[int, AbstractSet[int]]:
-        return self._handover.missing
-
     def ready(self, replica: int) -> bool:
-        return not self._stale and self._handover.ready(replica)
+        return not (self._stale or self._over) and StateHandover.ready(self, replica)
 
     def may_prepare(self, replica: int | None, paths: Paths) -> bool:
-        return self._stale or (replica is not None and self._handover.can_recall(replica, paths))
+        if replica is None or self._over or replica in self._here:
+            return self._stale
+        return self._stale or bool(self._unasked(replica, paths))
 
     def prepare(self, replica: int | None, paths: Paths) -> list[Effect]:
         effects: list[Effect] = [ResetCodecs()] if self._stale else []
         self._stale = False
-        if replica is None:
+        if replica is None or self._over:
             return effects
         effects += self._give(paths)  # before the recall: it may be for states that this worker itself gives
-        return [*effects, *(Recall(shard, replica, server) for shard, server in self._handover.recall(replica, paths))]
+        return [*effects, *(Recall(shard, replica, server) for shard, server in self.recall(replica, paths))]
 
     def begin(self, replica: int) -> None:
-        if not self._handover.ready(replica):
-            self._handover.borrow(replica)
+        if not StateHandover.ready(self, replica):
+            self.borrow(replica)
             self._borrowed = frozenset({replica})
 
     def end(self) -> frozenset[int]:
@@ -241,22 +222,20 @@ class CodecStateCustody(NoCodecStates):
         return borrowed
 
     def keep_only(self, replicas: AbstractSet[int], paths: Paths) -> list[Effect]:
-        released: list[Effect] = [ReleaseState(*key) for key in self._handover.release(replicas)]
+        released: list[Effect] = [ReleaseState(*key) for key in self.release(replicas)]
         return [*released, *self._give(paths)]
+
+    def hand_over(self, paths: Paths) -> list[Effect]:
+        self._over = True
+        return self.keep_only(frozenset(), paths)
 
     def rolled_back(self) -> None:
         self._stale = True
         self._borrowed = frozenset()
-        self._handover.drop_all()
-
-    def answered(self, shard: int, replica: int) -> bool:
-        return self._handover.answered(shard, replica)
-
-    def taken(self, shard: int, replica: int) -> None:
-        self._handover.taken(shard, replica)
+        self.drop_all()
 
     def _give(self, paths: Paths) -> list[Effect]:
-        return [Give(shard, replica, server) for shard, replica, server in self._handover.to_give(paths)]
+        return [Give(shard, replica, server) for shard, replica, server in self.to_give(paths)]
 
 
 class Encoding(enum.Enum):

@@ -14,7 +14,7 @@ Adopt a view in three steps, because links have to end before the machine gets t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -50,12 +50,8 @@ from rallypoint.core.worker.streaming import StreamMachine
 class WorkerSnapshots:
     """The interface, for jobs in which nothing of a worker goes into a snapshot: the servers write it alone."""
 
-    def wanted(self, snapshot: Store) -> int:
-        """The coordinator asks for this worker's part of `snapshot`.
-
-        Returns -1; if the worker has passed that version already, the version that it has.
-        """
-        return -1
+    def wanted(self, snapshot: Store) -> None:
+        """The coordinator asks for this worker's part of `snapshot`."""
 
     def due(self, holds: int) -> Store | None:
         """The share that the main thread has to store now, or None; `holds` is the version of the model."""
@@ -78,9 +74,8 @@ class ModelShares(WorkerSnapshots):
     def __init__(self) -> None:
         self._wanted: Store | None = None
 
-    def wanted(self, snapshot: Store) -> int:
+    def wanted(self, snapshot: Store) -> None:
         self._wanted = snapshot
-        return -1
 
     def due(self, holds: int) -> Store | None:
         return self._wanted if self._wanted is not None and holds >= self._wanted.version else None
@@ -90,24 +85,19 @@ class ModelShares(WorkerSnapshots):
 
 
 class CodecStateSnapshots(WorkerSnapshots):
-    """For codecs with states: the states of version v are those before the first contribution computed from v."""
+    """For codecs with states, those of `shards`: the states of version v are those before the first contribution
+    computed from v. A server that does not get them all gives the snapshot up: this worker may hear of it too late."""
 
-    def __init__(self, machine: WorkerMachine) -> None:
-        self._machine = machine
+    def __init__(self, machine: WorkerMachine, shards: Collection[int]) -> None:
+        self._machine, self._shards = machine, shards
         self._captured = -1
 
-    def wanted(self, snapshot: Store) -> int:
-        if snapshot.version >= self._machine.steps:
-            return -1  # no worker contributes after the last version
-        if self._machine.following and self._machine.step >= snapshot.version:
-            return self._machine.step
+    def wanted(self, snapshot: Store) -> None:
         self._captured = snapshot.version
-        return -1
 
     def copies(self, send: Send) -> bool:
-        if self._captured < 0 or send.step <= 0:
-            return False
-        return send.step == self._machine.cadence.updates_before(send.shard, self._captured)
+        before = self._machine.cadence.updates_before(send.shard, self._captured)
+        return send.step == before > 0 and send.shard in self._shards
 
     def rolled_back(self) -> None:
         self._captured = -1

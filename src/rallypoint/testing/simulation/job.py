@@ -19,6 +19,7 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.modes import StateHolder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
+from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.floats import Floats
 from rallypoint.testing.simulation.replicas import contents
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, Names, State, Trained, combine, tree
@@ -134,6 +135,13 @@ class SimulatedJob:
     def stateful_workers(self) -> bool:
         """Do workers step the optimizer?"""
         return self.config.mode.holder is StateHolder.WORKERS
+
+    def check_stored(self, record: ShardRecord) -> None:
+        """A snapshot that lacks a codec state gives other bytes to who goes on from it."""
+        shard, states = self.layout.shards[record.shard], sorted(record.codec_states)
+        if has_state(self.codec) and shard.group >= 0 and 0 < record.version < self.last_version(shard.index):
+            whole = self.may_differ or states == list(range(self.replicas))
+            assert whole, f"shard {shard.index} of version {record.version} is stored with codec states {states}"
 
     @property
     def may_differ(self) -> bool:

@@ -103,6 +103,7 @@ class PlayedWriter(SnapshotWriter):
         if self.takes_records:
             heard = world.now + world.latency() * 2
             self._about[record.shard] = record.version, self._server.shell.fence.number, heard
+            self._server.job.check_stored(record)
         super().put(record)
 
     def _told(self, message: Stored | NotStored) -> None:

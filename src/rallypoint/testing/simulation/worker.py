@@ -106,8 +106,7 @@ class SimulatedWorker:
                 self.exchange.assist(step, replica)
             case protocol.Capture(snapshot=id, version=version, writers=writers) if id != self._captured:
                 self._captured = id  # (it is said again with each view)
-                if (passed := self.exchange.capture(machine.Store(id, version, writers))) >= 0:
-                    self.membership.send(NotStored(id, "the step was over before the request came", passed))
+                self.exchange.capture(machine.Store(id, version, writers))
 
     # ---- the main thread ----
 

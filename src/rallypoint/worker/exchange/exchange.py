@@ -357,8 +357,8 @@ class Exchange:
             layout, self.memory, self._encoder, self._links, sent=locked.sent, queued=shell.machine.slots.is_queued,
             lock=locked.changed, examines=config.nonfinite != "continue",
         )  # fmt: skip
-        codec_states = CodecStates(shell, self._encoder, formats, self._links) if shell.states.kept else None
-        locked.effects = LinkEffects(shell, self._links, self._pushes, codec_states)
+        self.codec_states = CodecStates(locked, self._encoder, formats, self._links) if shell.states.kept else None
+        locked.effects = LinkEffects(shell, self._links, self._pushes, self.codec_states)
         self._optimizer = optimizer_state(config)
         self.replica = ReplicaPushes(
             layout, locked, self._pushes, self._links, Contributions(layout, config.audit.fingerprints)
@@ -369,7 +369,7 @@ class Exchange:
         self.words = WordPulls(locked, self._links, pinned=pinned)
         self.end, self.reaching, self.own_loop = JobEnd(locked), SaysReached(locked), OwnLoop(locked, self._links)
         self.arrivals = Arrivals(
-            layout, config, locked, self.memory, self._encoder, codec_states, self._optimizer,
+            layout, config, locked, self.memory, self._encoder, self.codec_states, self._optimizer,
             (self.rows, self.words),
         )  # fmt: skip
 
@@ -406,15 +406,9 @@ class Exchange:
         self._links.overdraw(step)
         self._locked.handle(machine.Assisted(step, replica))
 
-    def capture(self, snapshot: machine.Store) -> int:
-        """Ask the machine to store this worker's part of a snapshot.
-
-        Returns -1, or the version here if it is too late.
-        """
-        with self._locked.changed:
-            passed = self._shell.snapshots.wanted(snapshot)
-            self._locked.changed.notify_all()
-            return passed
+    def capture(self, snapshot: machine.Store) -> None:
+        """Ask the machine to store this worker's part of a snapshot."""
+        self._locked.set(lambda: self._shell.snapshots.wanted(snapshot))
 
     def finish(self) -> None:
         """The job is over: end every wait."""

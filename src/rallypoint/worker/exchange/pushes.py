@@ -72,18 +72,24 @@ class Encoder:
         self._decoders = threading.local()
         self._pools = [None] * len(layout.shards) if narrow else _pools(layout, ShardCodecs(config, self._scratch))
         self.raw = frozenset(shard for shard, pool in enumerate(self._pools) if pool is None)  # not encoded
+        self.closed = False
 
     def encode(self, shard: int, step: int, replica: int, values: torch.Tensor) -> Payload | None:
         """Encode `values` (the shard's words, 1-D fp32) as a payload. The caller releases its buffer.
 
         Returns None if the contribution goes raw: the group's codec is raw, or the values contain a NaN or an infinity
-        that the codec cannot carry and that the servers must see.
+        that the codec cannot carry and that the servers must see; and once it is `closed`.
         """
         pool = self._pools[shard]
         if pool is None:
             return None
         with self._lock:
-            return self._encode((shard, replica), step, values, pool)
+            return None if self.closed else self._encode((shard, replica), step, values, pool)
+
+    def close(self) -> None:
+        """Encode nothing any more: the codec states go to others. Waits for what is being encoded."""
+        with self._lock:
+            self.closed = True
 
     def reset(self) -> None:
         """Drop all codec states: a roll-back has made them stale."""
@@ -98,21 +104,20 @@ class Encoder:
         """Remove the codec state of (shard, replica) from this encoder and return it; None if there is none."""
         key = (shard, replica)
         with self._lock:
-            codec = self._codecs.pop(key, None)
-            if key not in self._kept or not isinstance(codec, Stateful):
-                return None
-            codec_state = self._dump(key, codec)
+            codec_state = self._dump(key) if key in self._kept else None
+            self._codecs.pop(key, None)
             self._let_go(key)
             return codec_state
 
     def copy(self, shard: int, replica: int, step: int) -> CodecState | None:
-        """Return a copy of the codec state of (shard, replica) after `step`; None if there is none of that step."""
+        """Return a copy of the codec state of (shard, replica) after `step`, without data if the next contribution is
+        encoded without one; None if that was encoded already."""
         key = (shard, replica)
         with self._lock:
-            codec = self._codecs.get(key)
-            if self._kept.get(key, (-1, None))[0] != step or not isinstance(codec, Stateful):
+            kept = self._kept.get(key, (-1, None))[0]
+            if kept > step or self.closed:
                 return None
-            return self._dump(key, codec)
+            return self._dump(key) if kept == step else CodecState(step, 0, memoryview(b""))
 
     def take(self, shard: int, replica: int, codec_state: CodecState | None) -> None:
         """Install a codec state that another worker had; None drops the one here.
@@ -146,9 +151,9 @@ class Encoder:
             codec = self._decoders.codec = build_stateless(self._config.down)
         codec.decode(payload, into)
 
-    def _dump(self, key: tuple[int, int], codec: Codec) -> CodecState:
+    def _dump(self, key: tuple[int, int]) -> CodecState:
+        codec, (step, payload) = self._codecs[key], self._kept[key]
         assert isinstance(codec, Stateful)
-        step, payload = self._kept[key]
         data = dump(codec) + (bytes(payload.data) if payload is not None else b"")
         return CodecState(step, codec.code, memoryview(data))
 
@@ -344,13 +349,13 @@ class Pushes:
         parameters = place.role == "parameters"  # buffers hold numbers of any type
         whole = not parameters or self._whole(values)
         weight = self.weight if parameters else 1.0
-        if payload is None:
+        if payload is None and not self._encoder.closed:
             self._push_slot(send, self._header(send, self._nbytes[send.shard], weight, whole=whole))
             return
-        if (link := self._links.get(send.server)) is not None:
+        if payload is not None and (link := self._links.get(send.server)) is not None:
             header = self._header(send, len(payload.data), weight, whole=whole)._replace(codec=payload.code)
             link.push(header, payload.data, sent=payload.buffer.release, rank=self._rank(send))
-        else:
+        elif payload is not None:
             payload.buffer.release()
         self._sent(send.shard, send.serial)  # the gradient was encoded into a buffer of its own: the slot is free
 
@@ -441,11 +446,12 @@ class LinkEffects:
 class CodecStates:
     """Runs the shell's effects on codec states (decided in `core/worker/handover.py`).
 
-    All methods except `check` and `copy` need the exchange's lock. No method blocks: frames are only queued.
+    Methods need the exchange's lock, but for `check`, `copy` and `hand_over`. None blocks: frames are only queued.
     """
 
-    def __init__(self, shell: WorkerShell, encoder: Encoder, formats: ShardCodecStates, links: Links) -> None:
-        self._shell, self._encoder, self._formats, self._links = shell, encoder, formats, links
+    def __init__(self, locked: LockedShell, encoder: Encoder, formats: ShardCodecStates, links: Links) -> None:
+        self._locked, self._shell, self._links = locked, locked.shell, links
+        self._encoder, self._formats = encoder, formats
         self._given: dict[Key, CodecState] = {}  # taken out of the encoder, not yet confirmed by a server
 
     def run(self, effect: CodecEffect) -> None:
@@ -480,6 +486,16 @@ class CodecStates:
         """Handle a server's confirmation that it has stored this codec state."""
         self._shell.states.taken(shard, replica)
         self._given.pop((shard, replica), None)
+
+    def hand_over(self) -> bool:
+        """This process ends soon, whatever its main thread does: give all codec states, and encode nothing more.
+
+        Returns True if the servers have them all. Takes the exchange's lock.
+        """
+        if self._shell.number.count:
+            self._encoder.close()
+            self._locked.apply(lambda: self._shell.states.hand_over(self._shell.paths))
+        return self._shell.states.settled
 
     def copy(self, send: Send) -> None:
         """Send the codec state of the step before, for a snapshot. Call it before this step's contribution is sent."""

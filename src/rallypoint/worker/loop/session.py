@@ -80,7 +80,7 @@ def mode_said(record: JobRecord, view: View, welcome: Welcome, device: torch.dev
     ).says  # fmt: skip
 
 
-LEAVE_WITHIN_S = 10.0
+HAND_OVER_S, LEAVE_WITHIN_S = 6.0, 10.0  # after a worker is told to go; launchers and batch systems end it soon after
 
 
 class Job(MemberMessages):
@@ -313,7 +313,8 @@ class Job(MemberMessages):
         The loop ends with SystemExit. Nothing happens when the job is over: the script may be saving the model.
 
         Safe to call from a signal handler. The process exits with `status` after LEAVE_WITHIN_S, or one heartbeat if
-        that is longer, in any case: only an evaluation that takes longer is lost.
+        that is longer, in any case: an evaluation that takes longer is lost, and so is a replica; codec states are
+        handed over before.
         """
         if self._finished:
             return
@@ -327,8 +328,13 @@ class Job(MemberMessages):
         self._link.send(Leaving())
         if self._plane is not None:
             self._plane.leave()
-        time.sleep(max(LEAVE_WITHIN_S, self._link.welcome.heartbeat))
+        time.sleep(HAND_OVER_S)
+        if (states := None if self._exchange is None else self._exchange.codec_states) is not None:
+            states.hand_over()
+        time.sleep(max(LEAVE_WITHIN_S, self._link.welcome.heartbeat) - HAND_OVER_S)
         if not self._finished:
+            if states is not None and not states.hand_over():
+                say(f"{self.id} ends before servers have its codec states: its replicas begin anew, and bytes differ")
             os._exit(status)
 
     def _leads(self) -> bool:
