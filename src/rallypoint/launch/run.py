@@ -371,8 +371,6 @@ class ClusterRun:
         if not (self.console.finished or self.console.failure):
             self.failure = f"the coordinator is gone: {error}"
 
-    # ---- words ----
-
     def _relay(self, *, whole: bool = False) -> None:
         """Show the lines that have come: all that wait by now (`whole`), or a portion, after which to look around."""
         until = time.monotonic() + _PORTION_S

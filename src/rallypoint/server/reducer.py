@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -41,7 +42,6 @@ from rallypoint.server.parts import (
     StepVerdicts,
 )
 from rallypoint.server.snapshots import Restores, SnapshotCapture, StateRelay
-from rallypoint.store.record import ShardRecord
 from rallypoint.store.writer import SnapshotWriter
 
 # ---- Runs the machine's effects, in order, on tensors, channels and the coordinator's link ----
@@ -89,6 +89,7 @@ class ShardEffects:
     Attributes:
         reductions: those of the view in force.
         updating: by shard, the update that a thread makes.
+        began: by shard, when the thread began with it. Other threads may look.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class ShardEffects:
     ) -> None:
         self._parts, self._put, self.threads = parts, put, threads
         self.updating: dict[int, _Update] = {}
+        self.began: dict[int, float] = {}
         self._beside = frozenset[int]() if threads is None else updated_beside(parts.job)
         self._cadence = parts.job.plan.cadence
         self._together = self._cadence.together
@@ -210,12 +212,18 @@ class ShardEffects:
         parts.gathering.pop(index, None)
         timed = effect if self._together and not self.reductions else self._timed(index, effect)
         if index in self._beside and self.threads is not None:
-            made = self.threads.submit(self._update, index, owned, timed)
+            made = self.threads.submit(self._update_beside, index, owned, timed)
             before = self.updating.get(index)
             self.updating[index] = _Update(effect, made, deque() if before is None else before.waiting)
             made.add_done_callback(lambda made: self._put(inbox.UpdateMade(index, made)))
         else:
             self._updated(index, owned, effect, self._update(index, owned, timed))
+
+    def _update_beside(self, index: int, owned: HeldShard, update: shard_effects.Apply) -> tuple[Buffer, int] | None:
+        self.began[index] = time.monotonic()
+        made = self._update(index, owned, update)
+        del self.began[index]
+        return made
 
     def _update(self, index: int, owned: HeldShard, update: shard_effects.Apply) -> tuple[Buffer, int] | None:
         with self._tracer.span("apply", shard=index, step=update.step):
@@ -321,7 +329,8 @@ class Reducer:
         self.capture = None
         if writer is not None:
             self.capture = SnapshotCapture(
-                writer, job, self._codec_states, self._stored_state, tracer, wake=lambda: put(inbox.Wake()),
+                writer, job, self._codec_states, lambda index, *cut: self._owned[index].state(*cut, wires=False),
+                tracer, wake=lambda: put(inbox.Wake()),
             )  # fmt: skip
         self._context = context
         self._unrestored: Unrestored | None = None  # the last snapshot that could not be loaded
@@ -349,6 +358,11 @@ class Reducer:
     def machine(self) -> ServerMachine:
         """The machine of all shards held here."""
         return self.shell.machine
+
+    @property
+    def updating_s(self) -> float:
+        """For how many seconds a thread has made one update. Any thread may ask."""
+        return max((time.monotonic() - began for began in list(self._effects.began.values())), default=0.0)
 
     def handle(self, event: inbox.Event) -> None:
         """Handle one event."""
@@ -595,9 +609,6 @@ class Reducer:
                 continue
             self._pulls.answer(index, machine, owned, self.shell.fence.number)
         self._pulls.wait = bool(self._pulls.shards)
-
-    def _stored_state(self, index: int, version: int, clocks: tuple[int, ...]) -> ShardRecord:
-        return self._owned[index].state(version, clocks, wires=False)
 
 
 def own_threads(number: int) -> None:
