@@ -249,6 +249,22 @@ def test_a_server_whose_update_never_ends_says_so_though_its_owner_goes_on(
     service._owner.stop()
 
 
+def test_a_contribution_that_comes_during_an_update_is_not_counted_as_late_for_it() -> None:
+    server = _Server(resolve({
+        "replicas": 2, "steps": 5, "sync": {"type": "async"}, "optimizer": {"type": "adamw", "lr": 0.1},
+        "network.shard_bytes": 1 << 20,
+    }))  # fmt: skip
+    entries: list[Applied] = []
+    server.reducer._ledger._say = lambda message: entries.append(message) if isinstance(message, Applied) else None
+    for replica in (0, 1):
+        server.send(Kind.PUSH, 0, 0.5, replica)
+    server.send(Kind.PUSH, 0, 0.5, 0, step=1)
+    while server.later.given:
+        server.later.given.pop(0).make()
+        server.handle(inbox.Wake())
+    assert [entry.late for entry in entries] == [{"w": 0.0}] * 3
+
+
 def test_small_updates_and_means_are_made_by_the_owner() -> None:
     """SGD touches 2 MiB for a shard of 1 MiB at most, AdamW 3; AllReduce only keeps the mean."""
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class _Update:
 
     effect: shard_effects.Apply
     made: Future[tuple[Buffer, int] | None]
-    waiting: deque[server.On | Answer[Channel]]
+    waiting: deque[Callable[[], None]]
 
 
 class ShardEffects:
@@ -111,11 +112,11 @@ class ShardEffects:
             match effect:
                 case server.On(shard=index, effect=on):
                     if index in self.updating:
-                        self.updating[index].waiting.append(effect)
+                        self.updating[index].waiting.append(partial(self._run_on, index, self._owned[index], on))
                     else:
                         self._run_on(index, self._owned[index], on)
                 case Answer(shard=index) if index in self.updating:
-                    self.updating[index].waiting.append(effect)
+                    self.updating[index].waiting.append(partial(self._parts.replication.acknowledge, effect))
                 case Answer():
                     self._parts.replication.acknowledge(effect)
                 case clip.Tell():
@@ -232,14 +233,9 @@ class ShardEffects:
     def updated(self, index: int, made: Future[tuple[Buffer, int] | None] | None = None) -> None:
         """Go on with a shard: wait for its update (`made`: only if it is this one), and run what waits for it."""
         while (update := self.updating.get(index)) is not None and made in (None, update.made):
-            owned = self._owned[index]
-            self._updated(index, owned, update.effect, update.made.result())
+            self._updated(index, self._owned[index], update.effect, update.made.result())
             while update.waiting and self.updating[index] is update:  # what comes of these stands behind the others
-                match update.waiting.popleft():
-                    case server.On(effect=effect):
-                        self._run_on(index, owned, effect)
-                    case Answer() as answer:
-                        self._parts.replication.acknowledge(answer)
+                update.waiting.popleft()()
             if self.updating[index] is update:
                 del self.updating[index]
 
@@ -317,7 +313,7 @@ class Reducer:
         self._owned: dict[int, HeldShard] = {}
         self._pulls = Pulls(tracer)
         self._ledger = LedgerEntries(context.say, self.shell.fence)
-        self._tickets = PayloadTickets(self.shell.fence, job.config.network.hold_bytes)
+        self._tickets = PayloadTickets(self.shell.fence, job.config.network.hold_bytes, self._ledger.arrived)
         self._followers = Followers(
             self.shell, self._owned, newest_is_enough=newest_is_enough(job.config),
             ranks=forward_ranks(job.record.layout) if job.config.overlaps else (),
@@ -506,13 +502,12 @@ class Reducer:
             self._give_back(event.channel, event.buffer)
             self._asked_with(event)
             return
-        if self._effects.in_ledger(header.shard, header.step):
-            self._ledger.arrived(event.channel.name)
+        came = time.monotonic() if self._effects.in_ledger(header.shard, header.step) else 0.0
         if self._codec_states is not None and header.replica < self.job.config.replicas:
             self._codec_states.contributed(header, event.worker, self._upcoming(header))
         contribution = shard_events.Contribute(
             step=header.step, replica=header.replica, weight=header.weight,
-            ticket=self._tickets.issue(event.channel, header, event.buffer),
+            ticket=self._tickets.issue(event.channel, header, event.buffer, came=came),
             finite=not header.flags & (NOT_FINITE | BAD_GRADIENT), base=base, count=count,
             bad=bad_replicas(header) if tree and header.wants else (),
             whole=header.flags & (NOT_FINITE | BAD_GRADIENT) != BAD_GRADIENT,  # a loss that is not finite says more
