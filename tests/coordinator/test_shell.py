@@ -41,12 +41,14 @@ from rallypoint.core.protocol import (
     Message,
     NewView,
     NotStored,
+    Ordered,
     Planned,
     Propose,
     Reached,
     Report,
     Resize,
     Say,
+    StopWanted,
     Stored,
     ViewChange,
     Waiting,
@@ -483,6 +485,22 @@ def test_the_lead_is_named_even_if_all_workers_are_away_at_the_end() -> None:
     play.say("w0", Done(play.view.generation))
     assert play.sent(Finished) == [Finished("w0")]
     assert not [act for act in play.done if isinstance(act, acts.Over)], "the server is told when it comes back"
+
+
+@pytest.mark.parametrize("order", [Resize(5), StopWanted("enough")])
+def test_an_order_that_comes_after_the_job_s_end_is_refused_and_nobody_hears_that_it_is_followed(
+    order: Resize | StopWanted
+) -> None:
+    play = Play()
+    play.begin()
+    play.join("o")
+    play.steps(0, STEPS)
+    play.say("w0", Done(play.view.generation))
+    assert play.sent(Finished)
+    before = len(play.done)
+    play.say("o", order)
+    sent = [act.message for act in play.done[before:] if isinstance(act, acts.SendMessage)]
+    assert sent == [Ordered(type(order).__name__, "the job is over", refused=True)]
 
 
 # ---- who knows the token, and asks too much ---------------------------------------------------------------------

@@ -50,6 +50,7 @@ from rallypoint.core.protocol import (
     Message,
     Metrics,
     Offers,
+    Ordered,
     Prepare,
     Propose,
     Release,
@@ -199,6 +200,8 @@ class CoordinatorShell:
 
     def _received(self, connection: Connection, hello: Hello, message: Message) -> list[Act]:
         if hello.role == "observer":
+            if self.last_word is not None:
+                return self._announce(Ordered(type(message).__name__, "the job is over", refused=True))
             if isinstance(message, Resize):
                 return self._resized(self._sizes.take(message, self._now))
             if isinstance(message, AnyOrder):
