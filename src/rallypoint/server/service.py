@@ -198,8 +198,6 @@ class ServerService(ListeningMember):
         self._link.send(GiveUp(reason))
         self._views.end(reason)
 
-    # ---- connections ----
-
     def _receiver(self, hello: Hello) -> Receive:
         """See `ListeningMember`. A peer that has the token may still be none of the current view's members."""
         if (view := self._views.view) is not None:

@@ -332,8 +332,6 @@ class StreamedParameters:
         self._version: object = None
         self._saving: saved_tensors_hooks | None = None
 
-    # ---- versions ----
-
     @torch.no_grad()
     def install(self) -> None:
         """A version exists on all servers: take its buffers, and pull its parameters from now on."""
