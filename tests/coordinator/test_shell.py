@@ -53,6 +53,7 @@ from rallypoint.core.protocol import (
     ViewChange,
     Waiting,
 )
+from rallypoint.core.typed import MOST_PUSHES
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.member import ViewReceiver
 
@@ -501,6 +502,13 @@ def test_an_order_that_comes_after_the_job_s_end_is_refused_and_nobody_hears_tha
     play.say("o", order)
     sent = [act.message for act in play.done[before:] if isinstance(act, acts.SendMessage)]
     assert sent == [Ordered(type(order).__name__, "the job is over", refused=True)]
+
+
+@pytest.mark.parametrize(("steps", "said"), [(MOST_PUSHES, 0), (500, 500)])
+def test_a_store_without_steps_is_announced_as_one_whose_scripts_decide_when_they_end(steps: int, said: int) -> None:
+    play = Play(settings={"keyed": True, "steps": steps, "batch": 1})
+    play.begin()
+    assert [planned.steps for planned in play.logged(Planned)] == [said]
 
 
 # ---- who knows the token, and asks too much ---------------------------------------------------------------------

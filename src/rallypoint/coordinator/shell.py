@@ -395,8 +395,6 @@ class CoordinatorShell:
         self._take_over, self._end_at = None, self._now + _RETURN_S
         return [act for event in connected for act in self._handle(event)]
 
-    # ---- words ----
-
     def _send(self, message: Message, *members: str) -> list[Act]:
         return [SendMessage(self.members[member], message) for member in members if member in self.members]
 

@@ -220,8 +220,6 @@ class ClusterRun:
         self._observer.send(Resize(workers))
         self._resized(Resize(workers))
 
-    # ---- the loop ----
-
     def watch(self, intervene: Intervene) -> int:
         """Run until the job is over. Returns the exit status."""
         with noted() as interrupts:
