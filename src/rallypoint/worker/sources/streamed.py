@@ -536,8 +536,6 @@ class StreamedParameters:
     def _now(self) -> object:
         return self._exchange.end.generation, self._exchange.step
 
-    # ---- what autograd keeps ----
-
     def _pack(self, kept: torch.Tensor) -> Saved | torch.Tensor:
         if kept.layout is not torch.strided or kept.dtype != torch.float32 or not kept.numel():
             return kept
