@@ -43,6 +43,7 @@ from rallypoint.server.parts import (
     StepVerdicts,
 )
 from rallypoint.server.snapshots import Restores, SnapshotCapture, StateRelay
+from rallypoint.store.record import ShardRecord
 from rallypoint.store.writer import SnapshotWriter
 
 # ---- Runs the machine's effects, in order, on tensors, channels and the coordinator's link ----
@@ -325,8 +326,7 @@ class Reducer:
         self.capture = None
         if writer is not None:
             self.capture = SnapshotCapture(
-                writer, job, self._codec_states, lambda index, *cut: self._owned[index].state(*cut, wires=False),
-                tracer, wake=lambda: put(inbox.Wake()),
+                writer, job, self._codec_states, self._stored_state, tracer, wake=lambda: put(inbox.Wake()),
             )  # fmt: skip
         self._context = context
         self._unrestored: Unrestored | None = None  # the last snapshot that could not be loaded
@@ -387,6 +387,11 @@ class Reducer:
 
     def _table(self) -> dict[type, Callable[[Any], None]]:
         shell, run = self.shell, self._effects.run
+
+        def gone(event: inbox.Gone) -> None:
+            self._pulls.gone(event.channel)
+            run(shell.gone(event.channel, event.peer))
+
         return {
             inbox.Pushed: self._pushed,
             inbox.Initial: self._initial,
@@ -396,7 +401,7 @@ class Reducer:
             inbox.Followed: self._followed,
             inbox.UnfollowCame: lambda e: shell.unfollow(e.channel),
             inbox.Linked: lambda e: run(self._followers.linked(e.channel, e.worker)),
-            inbox.Gone: self._gone,
+            inbox.Gone: gone,
             inbox.StateGiven: self._state_given,
             inbox.StateRecalled: self._state_recalled,
             inbox.PeerLinked: lambda e: run(shell.peer_linked(e.peer, e.channel)),
@@ -550,10 +555,6 @@ class Reducer:
         self._effects.updated(event.header.shard)  # its entry in the ledger is of the update before
         self._effects.run(self._replication.updated(event))
 
-    def _gone(self, event: inbox.Gone) -> None:
-        self._pulls.gone(event.channel)
-        self._effects.run(self.shell.gone(event.channel, event.peer))
-
     # ---- codec states ----
 
     def _state_given(self, event: inbox.StateGiven) -> None:
@@ -604,6 +605,9 @@ class Reducer:
                 continue
             self._pulls.answer(index, machine, owned, self.shell.fence.number)
         self._pulls.wait = bool(self._pulls.shards)
+
+    def _stored_state(self, index: int, version: int, clocks: tuple[int, ...]) -> ShardRecord:
+        return self._owned[index].state(version, clocks, wires=False)
 
 
 def own_threads(number: int) -> None:
