@@ -73,6 +73,24 @@ def test_a_store_is_shown_with_contributors_and_pushes_and_without_a_loss() -> N
     assert "1500 steps, 3,000 pushes in" in " ".join(lines)
 
 
+def test_a_store_without_steps_is_shown_no_number_that_nobody_has_given() -> None:
+    store = msgspec.structs.replace(PLAN, steps=0, loss="never", item="pushes", items=2)
+    done = [StepDone(step, 0.0, 2) for step in (0, 49)]
+    lines = said_of(store, *done, Snapshotted("step-1073741824-1", 1 << 30, 4108, 0.1), Finished())
+    assert "scripts decide when they end" in " ".join(lines)
+    assert "snapshot of step 50: 4.1 kB in 0.1 s" in lines
+    assert not any("1073741824" in line or "/0" in line for line in lines), lines
+    said = io.StringIO()
+    shown = RunConsole(Console(file=said, width=200, force_terminal=True, color_system=None, highlight=False))
+    for message in (store, *done):
+        shown.show(message)
+    assert shown._progress is not None
+    shown._progress.refresh()
+    shown.close()
+    assert "step 50" in said.getvalue()
+    assert "/" not in said.getvalue()
+
+
 def test_a_sentence_is_wrapped_between_words_in_a_terminal_and_is_one_line_in_a_file() -> None:
     assert "waiting for 1 more server and 1 more \nworker, 5 s so far\n" in seen(40, terminal=True)
     assert "waiting for 1 more server and 1 more worker, 5 s so far\n" in seen(40, terminal=False)

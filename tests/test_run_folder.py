@@ -28,8 +28,10 @@ from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.journal import Journal
 from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.protocol import Say
+from rallypoint.core.typed import MOST_PUSHES
 from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch import folder as folders
 from rallypoint.launch import run
@@ -296,11 +298,13 @@ def test_what_runs_is_said_without_its_arguments(tmp_path: Path) -> None:
     assert program_of(Launch(worker=("true",))) == "true"
 
 
-def old_run(folder: Path, last_word: FinishJob | Abort | None, *, snapshots: str = "") -> None:
+def old_run(
+    folder: Path, last_word: FinishJob | Abort | None, *, snapshots: str = "", record: JobRecord = RECORD
+) -> None:
     folder.mkdir(exist_ok=True)
     write_plan(Launch(worker=("true",), folder=str(folder), snapshots=snapshots))
     journal = Journal(str(folder))
-    journal.save(ClusterState(RECORD, None, (), 3, 1, True, 799, 2, last_word, {}))
+    journal.save(ClusterState(record, None, (), 3, 1, True, 799, 2, last_word, {}))
     journal.close()
 
 
@@ -614,6 +618,10 @@ def test_a_finished_run_is_not_resumed_and_an_interrupted_one_is(tmp_path: Path)
         refuse_a_finished_run(tmp_path)
     assert f"`rallypoint resume {tmp_path} --set steps=N` makes more than 800 steps" in str(refused.value)
     refuse_a_finished_run(tmp_path / "elsewhere")
+    endless = msgspec.structs.replace(RECORD, config=RECORD.config | {"steps": MOST_PUSHES})  # a store without steps=
+    old_run(tmp_path, FinishJob("worker0"), record=endless)
+    with pytest.raises(UsageError, match="holds a finished run: nothing is left to do"):
+        refuse_a_finished_run(tmp_path)
 
 
 def test_what_a_run_writes_is_for_its_owner_only(tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from rallypoint.aggregator import AggregatorRelay
+from rallypoint.coordinator.acts import BeginSnapshot, CommitSnapshot
 from rallypoint.coordinator.journal import Journal
+from rallypoint.core.cluster.effects import FindSnapshot
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.shard.effects import Apply
 from rallypoint.core.view import ViewNumber
@@ -23,7 +26,7 @@ from rallypoint.server.member import Views
 from rallypoint.server.parts import Followers, PayloadTickets, Pulls
 from rallypoint.server.reducer import Reducer, ShardEffects
 from rallypoint.server.shard import GradientSum, OwnedShard, WireCopies
-from rallypoint.testing.simulation.coordinator import Disk
+from rallypoint.testing.simulation.coordinator import Disk, _Tasks
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan
 from rallypoint.testing.simulation.policies import parse_policy
@@ -34,6 +37,19 @@ _settle, _apply = PayloadTickets.settle, ShardEffects._apply
 _send_version, _merge = Followers._send_version, AggregatorRelay._merge
 _add, _credit = Pulls.add, PayloadTickets.credit
 _applied, _loaded, _taken, _kept = OwnedShard.apply, OwnedShard.load, GradientSum.take, WireCopies.keep
+
+
+def test_how_long_a_keeper_of_snapshots_takes_follows_from_the_act_and_not_from_its_words() -> None:
+    delays: list[float] = []
+    node: Any = SimpleNamespace(
+        world=SimpleNamespace(now=10.0, latency=lambda: 0.5), later=lambda delay, call: delays.append(delay)
+    )
+    keeper: Any = SimpleNamespace(do=lambda act: tasks.put(("any words", lambda: None)))
+    tasks = _Tasks(node, keeper)
+    commit: Any = CommitSnapshot.__new__(CommitSnapshot)
+    for act in (BeginSnapshot("a"), FindSnapshot(), BeginSnapshot("b"), commit):
+        keeper.do(act)
+    assert delays == [0.0, 0.5, 0.5, 1.0]
 
 
 def _credit_twice(self: PayloadTickets, ticket: int, **early: Any) -> Any:

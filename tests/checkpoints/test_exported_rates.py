@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
 import rallypoint as rp
 from rallypoint.config import record_of, resolve
+from rallypoint.core.decisions import Decided
 from rallypoint.core.schedule import peak_of
 from rallypoint.data.identity import identity_of
 from rallypoint.store.checkpoints import Checkpoint, begin_from
@@ -38,7 +40,7 @@ SCHEDULES: dict[str, tuple[Any, Callable[..., LRScheduler]]] = {
 }  # fmt: skip
 
 
-def exported(schedule: Any, folder: Path) -> Path:
+def exported(schedule: Any, folder: Path, *reduced_at: int) -> Path:
     store, config = SnapshotStore(str(folder / "s")), resolve(settings("adamw", optimizer=rp.AdamW(lr=schedule)))
     tensors = ModelTensors(build(), config)
     record = record_of(config, tensors.layout, data=identity_of(data()), tied=tensors.tied)
@@ -47,6 +49,13 @@ def exported(schedule: Any, folder: Path) -> Path:
         for name, p in build().named_parameters()
     }  # fmt: skip
     begin_from(Checkpoint(build().state_dict(), moments), FIRST, record, config, store)
+    if reduced_at:
+        [manifest] = store.manifests()
+        evaluation = msgspec.to_builtins(rp.Evaluation(plateau=rp.ReduceOnPlateau("loss", factor=0.5)))
+        changed = msgspec.structs.replace(record, config=record.config | {"evaluation": evaluation})
+        store.commit(msgspec.structs.replace(
+            manifest, record=msgspec.to_builtins(changed), decided=Decided(FIRST, reductions=reduced_at)
+        ))  # fmt: skip
     export_snapshot(store.url, folder / "out", format="dcp")
     return folder / "out"
 
@@ -91,6 +100,14 @@ def test_a_scheduler_goes_on_with_the_rates_of_the_job(name: str, tmp_path: Path
     assert optimizer.param_groups[0]["initial_lr"] == pytest.approx(PEAK)
     scheduler = of(optimizer, last_epoch=FIRST - 1)
     assert rates(after, optimizer, scheduler, STEPS - FIRST) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("at", "rate"), [(FIRST, PEAK / 2), (FIRST + 1, PEAK)])
+def test_a_reduction_is_in_the_exported_rate_from_its_own_step_on(at: int, rate: float, tmp_path: Path) -> None:
+    folder, model = exported(PEAK, tmp_path, at), build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    load(model, optimizer, folder)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(

@@ -41,16 +41,19 @@ from rallypoint.core.protocol import (
     Message,
     NewView,
     NotStored,
+    Ordered,
     Planned,
     Propose,
     Reached,
     Report,
     Resize,
     Say,
+    StopWanted,
     Stored,
     ViewChange,
     Waiting,
 )
+from rallypoint.core.typed import MOST_PUSHES
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.member import ViewReceiver
 
@@ -483,6 +486,29 @@ def test_the_lead_is_named_even_if_all_workers_are_away_at_the_end() -> None:
     play.say("w0", Done(play.view.generation))
     assert play.sent(Finished) == [Finished("w0")]
     assert not [act for act in play.done if isinstance(act, acts.Over)], "the server is told when it comes back"
+
+
+@pytest.mark.parametrize("order", [Resize(5), StopWanted("enough")])
+def test_an_order_that_comes_after_the_job_s_end_is_refused_and_nobody_hears_that_it_is_followed(
+    order: Resize | StopWanted
+) -> None:
+    play = Play()
+    play.begin()
+    play.join("o")
+    play.steps(0, STEPS)
+    play.say("w0", Done(play.view.generation))
+    assert play.sent(Finished)
+    before = len(play.done)
+    play.say("o", order)
+    sent = [act.message for act in play.done[before:] if isinstance(act, acts.SendMessage)]
+    assert sent == [Ordered(type(order).__name__, "the job is over", refused=True)]
+
+
+@pytest.mark.parametrize(("steps", "said"), [(MOST_PUSHES, 0), (500, 500)])
+def test_a_store_without_steps_is_announced_as_one_whose_scripts_decide_when_they_end(steps: int, said: int) -> None:
+    play = Play(settings={"keyed": True, "steps": steps, "batch": 1})
+    play.begin()
+    assert [planned.steps for planned in play.logged(Planned)] == [said]
 
 
 # ---- who knows the token, and asks too much ---------------------------------------------------------------------

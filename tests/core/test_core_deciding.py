@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _terms
 
 from rallypoint.config import Evaluation
@@ -150,6 +151,42 @@ def test_what_a_snapshot_says_goes_on_in_a_run_that_is_resumed() -> None:
     assert job.view.orders.reductions == (12,)
     job.play(From("w0", Evaluates((EVERY,))))
     assert job.view.orders.lease == Lease(12, "w0", until=16)
+
+
+def _evaluated(end: int, resume: Decided | None = None, start: int = 0) -> Decided:
+    """Play a job to its last version `end`. Returns what its last snapshot says. No result is an improvement."""
+    record = _record(steps=end, evaluation=Evaluation(plateau=ReduceOnPlateau(metric="loss", patience=0)))
+    resumed = None if resume is None else Resumed(record, f"step-{start:08d}-1", start, None, resume)
+    job = _Job(_terms(1, 1), record=record, resume=resumed)
+    job.come("s0", "w0")
+    job.play(From("w0", Evaluates((EVERY,))))
+    ledger = job.machine.course.evaluations
+    for version in range(max(1, start), end + 1):
+        if ledger.is_due(record, version, end) and version > ledger.decided.version:
+            _reported(job, version)
+            _result(job, version, 1.0, "w0")
+            assert ledger.decided.version == version
+    return ledger.told_by(end, end)
+
+
+@pytest.mark.parametrize("end", range(1, 20))
+def test_a_run_that_ends_and_is_resumed_with_more_steps_reduces_the_rates_as_an_undisturbed_one(end: int) -> None:
+    undisturbed = _evaluated(40)
+    assert undisturbed.reductions == (12, 16, 20, 24, 28, 32, 36, 40)
+    assert _evaluated(40, _evaluated(end), end) == undisturbed
+
+
+def test_what_a_run_s_last_snapshot_says_does_not_depend_on_the_coordinator_that_is_asked() -> None:
+    record = _record(steps=10, evaluation=Evaluation(plateau=ReduceOnPlateau(metric="loss", patience=0)))
+    job = _Job(_terms(1, 1), record=record)
+    job.come("s0", "w0")
+    job.play(From("w0", Evaluates((EVERY,))))
+    for version in (4, 8, 10):
+        _reported(job, version)
+        _result(job, version, 1.0, "w0")
+    new = EvaluationLedger()
+    new.recovered(msgspec.msgpack.decode(msgspec.msgpack.encode(job.machine.state()), type=ClusterState))
+    assert new.told_by(10, 10) == job.machine.course.evaluations.told_by(10, 10)
 
 
 def test_a_snapshot_is_complete_only_when_all_before_its_version_is_decided() -> None:

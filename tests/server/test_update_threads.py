@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,12 +18,14 @@ from rallypoint.config import JobConfig, record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.protocol import Applied, Message
 from rallypoint.core.view import Assignment, Member, View
+from rallypoint.launch.observing.health import STUCK_S, stuck_for
 from rallypoint.net.frames import Header, Kind
 from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
 from rallypoint.server.held import updated_beside
 from rallypoint.server.job import ServerJob
 from rallypoint.server.reducer import Reducer
+from rallypoint.server.service import ServerService
 from rallypoint.testing.simulation.server import Made
 
 MIB = 1 << 18  # words
@@ -217,6 +221,49 @@ def test_an_update_that_fails_ends_the_owner() -> None:
     server.later.given[0].set_exception(ArithmeticError("no memory"))
     with pytest.raises(ArithmeticError, match="no memory"):
         server.handle(inbox.Wake())
+
+
+def test_a_server_whose_update_never_ends_says_so_though_its_owner_goes_on(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, begun, go_on = _Server(), threading.Event(), threading.Event()
+    held: Any = server.reducer._owned[0]
+
+    def hangs(_: object) -> None:
+        begun.set()
+        assert go_on.wait(60.0)
+
+    monkeypatch.setattr(held, "apply", hangs)
+    service = ServerService(id="s0", coordinator="nowhere:1")
+    service._reducer = server.reducer
+    with ThreadPoolExecutor(1, "update") as server.reducer._effects.threads:
+        try:
+            server.step(0)
+            assert begun.wait(60.0)
+            later = time.monotonic() + STUCK_S + 1.0
+            monkeypatch.setattr(time, "monotonic", lambda: later)
+            assert stuck_for(service.id, service.busy_s).startswith("s0 has not got on for 6")
+        finally:
+            monkeypatch.undo()
+            go_on.set()
+    assert service.busy_s == 0.0
+    service._owner.stop()
+
+
+def test_a_contribution_that_comes_during_an_update_is_not_counted_as_late_for_it() -> None:
+    server = _Server(resolve({
+        "replicas": 2, "steps": 5, "sync": {"type": "async"}, "optimizer": {"type": "adamw", "lr": 0.1},
+        "network.shard_bytes": 1 << 20,
+    }))  # fmt: skip
+    entries: list[Applied] = []
+    server.reducer._ledger._say = lambda message: entries.append(message) if isinstance(message, Applied) else None
+    for replica in (0, 1):
+        server.send(Kind.PUSH, 0, 0.5, replica)
+    server.send(Kind.PUSH, 0, 0.5, 0, step=1)
+    while server.later.given:
+        server.later.given.pop(0).make()
+        server.handle(inbox.Wake())
+    assert [entry.late for entry in entries] == [{"w": 0.0}] * 3
 
 
 def test_small_updates_and_means_are_made_by_the_owner() -> None:

@@ -164,6 +164,13 @@ def test_where_there_is_no_terminal_it_is_printed_once(tmp_path: Path) -> None:
         top({"nosuch": tmp_path / "nosuch"}, {}, console)
 
 
+def test_a_store_without_steps_shows_steps_and_no_end() -> None:
+    plan = Planned(0, 2, "pushes", 100, 3, ("worker0", "worker1"), ("server0",), items=2, loss="never")
+    text = text_of(run_of(plan, members(), *steps(0, 3)))
+    assert "step 3" in text
+    assert not any(word in text for word in ("of 0", "sums"))
+
+
 def test_a_job_of_sums_shows_sums_and_no_step() -> None:
     plan = Planned(0, 2, "scripts", 100, 3, ("worker0", "worker1"), ("server0",))
     run = run_of(plan, members(), ScriptAt(0, 1234, 5), ScriptAt(1, 1230, 5))

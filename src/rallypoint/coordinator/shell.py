@@ -50,6 +50,7 @@ from rallypoint.core.protocol import (
     Message,
     Metrics,
     Offers,
+    Ordered,
     Prepare,
     Propose,
     Release,
@@ -199,6 +200,8 @@ class CoordinatorShell:
 
     def _received(self, connection: Connection, hello: Hello, message: Message) -> list[Act]:
         if hello.role == "observer":
+            if self.last_word is not None:
+                return self._announce(Ordered(type(message).__name__, "the job is over", refused=True))
             if isinstance(message, Resize):
                 return self._resized(self._sizes.take(message, self._now))
             if isinstance(message, AnyOrder):
@@ -391,8 +394,6 @@ class CoordinatorShell:
         connected = [] if self._take_over is None else self._take_over.connected
         self._take_over, self._end_at = None, self._now + _RETURN_S
         return [act for event in connected for act in self._handle(event)]
-
-    # ---- words ----
 
     def _send(self, message: Message, *members: str) -> list[Act]:
         return [SendMessage(self.members[member], message) for member in members if member in self.members]

@@ -493,8 +493,6 @@ class AggregatorMachine:
     def _home(self, shard: int) -> str:
         return "" if self.view is None else self.view.primary[shard]
 
-    # ---- invariants ----
-
     def validate(self) -> None:
         """Raise AssertionError with a sentence if an invariant does not hold."""
         for (shard, step), known in self._sums.items():

@@ -163,16 +163,19 @@ class Decided(msgspec.Struct, frozen=True):
     def after(self, rules: Rules, version: int, figures: Mapping[str, float], following: int | None) -> Decided:
         """With the result of one more version. `figures` are empty if it has none.
 
-        `following`: the next version that is to be evaluated; what is decided counts from that one on. None if there
-        is none.
+        `following`: the next version that is due by its period; what is decided counts from that one on. None after the
+        job's last version, from which nothing but the best is decided: it may not be due in a run with more steps.
         """
+        best = self._best(rules.best, version, figures)
+        if following is None:
+            return msgspec.structs.replace(self, version=version, best=best)
         trends, reductions, stop = dict(self.trends), self.reductions, self.stop
         for rule in rules.stops:
             if rule.metric not in figures:
                 continue
             value, name = figures[rule.metric], repr(rule)
             trends[name] = trends.get(name, Trend()).after(rule, value)
-            if following is not None and stop is None and (why := rule.why(value, trends[name])):
+            if stop is None and (why := rule.why(value, trends[name])):
                 stop = EarlyEnd(following, why, "run.stop_when")
         if (plateau := rules.plateau) is not None and plateau.metric in figures:
             trend = trends.get(repr(plateau), Trend()).after(plateau, figures[plateau.metric])
@@ -180,10 +183,10 @@ class Decided(msgspec.Struct, frozen=True):
                 trend = Trend(trend.best, 0, trend.cooldown - 1)
             if trend.bad > plateau.patience:
                 trend = Trend(trend.best, 0, plateau.cooldown)
-                if following is not None and len(reductions) < MOST_REDUCTIONS:
+                if len(reductions) < MOST_REDUCTIONS:
                     reductions = (*reductions, following)
             trends[repr(plateau)] = trend
-        return Decided(version, trends, reductions, self._best(rules.best, version, figures), stop)
+        return Decided(version, trends, reductions, best, stop)
 
     def going_on(self) -> Decided:
         """Without the early end, and without what its rules know: somebody wants the job to go on."""

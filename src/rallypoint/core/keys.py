@@ -355,8 +355,6 @@ class KeyMachine:
         """True if servers take this contributor's pushes from this worker."""
         return self.view is not None and self.view.takes(self.me, [contributor])
 
-    # ---- invariants ----
-
     def validate(self) -> None:
         """Raise AssertionError, with a sentence, if the machine is in a state that it can never reach."""
         for shard, line in enumerate(self.lines):

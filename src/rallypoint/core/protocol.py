@@ -600,7 +600,8 @@ class Ordered(Shown, frozen=True):
 class Planned(AnyMessage, frozen=True):
     """The running job, for a progress line. A round is `steps_per_round` of the `steps`.
     Each step uses `items` of `item` (such as samples). `done` steps were already done when this was sent. `steps` is 0
-    in a job of sums: scripts decide when they end. Steps have a `loss` always, where the script says it, or never.
+    where scripts decide when they end: in jobs of sums, and in stores without `steps=`. Steps have a `loss` always,
+    where the script says it, or never (stores).
     """
 
     steps: int

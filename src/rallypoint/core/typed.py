@@ -14,6 +14,7 @@ from rallypoint.errors import ConfigError, meant
 LONGEST_NAME, LONGEST_TEXT = 200, 4000  # characters
 LONGEST_LINE = 500  # characters of a text of somebody else in a log line
 MOST_METRICS, MOST_MEMBERS = 1000, 10_000
+MOST_PUSHES = 1 << 30  # of a contributor to a key of a store without `steps=`
 
 _CONTROLS = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"  # also what ends a line or changes its direction
 Name = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME, pattern=f"^[^{_CONTROLS}]*$")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,10 +62,11 @@ class Parquet(ShardedDataset):
         _parquet()  # with its sentence, if it is not installed
         numbers = range(len(self._files))
         digest = hashlib.blake2b(digest_size=16)
-        footers = list[Any]()
+        footers, self._ends = list[Any](), list[bytes]()
         with ThreadPoolExecutor(threads, "reading footers") as pool:
             for file, end in zip(self._files, pool.map(self._end, numbers), strict=True):
                 footers.append(self._parsed(len(footers), end))
+                self._ends.append(hashlib.sha256(end).digest())
                 _add(digest, file.name.encode(), str(file.size).encode(), end)
         for number, footer in zip(numbers, footers, strict=True):
             self._check_columns(number, footer.schema)
@@ -106,6 +108,9 @@ class Parquet(ShardedDataset):
         file = self._files[number]
         try:
             source = self._store.here(file) or self._store.open(file)
+            touched = isinstance(source, str) and f"mtime {os.stat(source).st_mtime}" != file.mark
+            if touched and hashlib.sha256(self._end(number)).digest() != self._ends[number]:
+                raise DataError(f"{file} was written again after the job had begun: its footer is another one")
             opened = _parquet().ParquetFile(source, metadata=self._footer(number))
             table = opened.read_row_group(group, columns=self._columns, use_threads=False)
         except (OSError, ValueError) as error:

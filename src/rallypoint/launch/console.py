@@ -345,12 +345,12 @@ class _Figures(ProgressColumn):
         return Text(task.fields["metrics"], no_wrap=True, overflow="ellipsis")
 
 
-def _columns(width: int, *, loss: bool) -> list[ProgressColumn]:
+def _columns(width: int, *, loss: bool, ends: bool) -> list[ProgressColumn]:
     """The parts of the live line. The bar and the figures give way where there is no room for all."""
     whole = Column(no_wrap=True)
-    where = TextColumn("step {task.completed}/{task.total}", table_column=whole)
+    where = TextColumn("step {task.completed}/{task.total}" if ends else "step {task.completed}", table_column=whole)
     losses = [TextColumn("loss {task.fields[loss]}", table_column=whole)] if loss else []
-    if width < _WIDE:
+    if width < _WIDE or not ends:
         return [where, *losses]
     return [
         where, BarColumn(bar_width=24), *losses, _Figures(),
@@ -530,13 +530,14 @@ class RunConsole:
         self.console.print(
             f"[bold]{words}[/bold] parameters in {counted(plan.shards, 'shard')} on "
             f"{counted(len(plan.servers), 'server')}; {counted(plan.replicas, replica)} on "
-            f"{counted(min(len(plan.workers), plan.replicas), 'worker')}; {counted(plan.steps, 'step')}"
+            f"{counted(min(len(plan.workers), plan.replicas), 'worker')}; "
+            f"{counted(plan.steps, 'step') if plan.steps else 'the scripts decide when they end'}"
         )
         if self.console.is_terminal:
-            columns = _columns(self.console.width, loss=plan.loss != "never")
+            columns = _columns(self.console.width, loss=plan.loss != "never", ends=plan.steps > 0)
             self._progress = Progress(*columns, console=self.console, transient=True)
             self._task = self._progress.add_task(
-                "train", total=plan.steps, completed=plan.done, loss="-", metrics="", rate=""
+                "train", total=plan.steps or None, completed=plan.done, loss="-", metrics="", rate=""
             )
             self._progress.start()
 
@@ -589,12 +590,12 @@ class RunConsole:
         elif now - self._last_plain >= _PLAIN_EVERY_S or state.step == plan.steps:
             self._last_plain = now
             here = max(1, state.step - state.began_at)  # steps since this run began, or went on
-            left = (now - self._start) / here * (plan.steps - state.step)
+            left = f"  {(now - self._start) / here * (plan.steps - state.step):.0f} s left" if plan.steps else ""
             # The first step's time is no estimate
-            estimate = f"{self._rate(plan.item)}  {left:.0f} s left" if here > 1 else ""
+            estimate = f"{self._rate(plan.item)}{left}" if here > 1 else ""
             logged = f"  {_figures(done.figures)}" if done.figures else ""
-            told = f"  loss {loss}" if loss else ""
-            self.console.print(f"step {state.step}/{plan.steps}{told}{logged}{estimate}")
+            told, of = f"  loss {loss}" if loss else "", f"/{plan.steps}" if plan.steps else ""
+            self.console.print(f"step {state.step}{of}{told}{logged}{estimate}")
 
     def _named(self, round: int) -> str:
         """Name one of the servers' rounds in the user's words: a step, or the steps of the round."""

@@ -220,8 +220,6 @@ class ClusterRun:
         self._observer.send(Resize(workers))
         self._resized(Resize(workers))
 
-    # ---- the loop ----
-
     def watch(self, intervene: Intervene) -> int:
         """Run until the job is over. Returns the exit status."""
         with noted() as interrupts:
@@ -370,8 +368,6 @@ class ClusterRun:
     def _on_lost(self, error: RallypointError) -> None:
         if not (self.console.finished or self.console.failure):
             self.failure = f"the coordinator is gone: {error}"
-
-    # ---- words ----
 
     def _relay(self, *, whole: bool = False) -> None:
         """Show the lines that have come: all that wait by now (`whole`), or a portion, after which to look around."""

@@ -347,8 +347,6 @@ class ListeningMember(ABC):
     def _beat(self) -> Beat:
         return Beat() if self._links is None else Beat(self._links.unreachable())
 
-    # ---- connections ----
-
     def _admit(self, hello: Hello) -> Welcome:
         if hello.role not in self.serves:
             raise AccessDenied(f"{self.role} {self.id} serves nobody of role {hello.role}")

@@ -48,6 +48,7 @@ class _Arrived:
     buffer: Buffer
     nbytes: int
     credited: bool = False
+    came: float = 0.0  # when; 0.0: nobody asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +60,22 @@ class _Early:
 
 
 class PayloadTickets:
-    """`fence` gives the current view. `limit`: bytes that may be held with their credit returned. Owner thread only."""
+    """`fence` gives the current view. `limit`: bytes that may be held with their credit returned. `used` hears who has
+    sent a payload that is used, and when it came. Owner thread only."""
 
-    def __init__(self, fence: Fence, limit: int) -> None:
-        self._fence, self._limit = fence, limit
+    def __init__(self, fence: Fence, limit: int, used: Callable[[str, float], None]) -> None:
+        self._fence, self._limit, self._used = fence, limit, used
         self._arrived: dict[int, _Arrived] = {}
         self._early: dict[tuple[int, int], _Early] = {}  # (shard, first replica)
         self._last = 0
         self._held_bytes = 0
 
-    def issue(self, channel: Channel, header: Header, buffer: Buffer, *, credited: bool = False) -> int:
+    def issue(
+        self, channel: Channel, header: Header, buffer: Buffer, *, credited: bool = False, came: float = 0.0
+    ) -> int:
         """A ticket for a payload. `credited`: its sender needs no credit back (servers do not use credits)."""
         self._last += 1
-        self._arrived[self._last] = _Arrived(header.shard, channel, buffer, header.length, credited)
+        self._arrived[self._last] = _Arrived(header.shard, channel, buffer, header.length, credited, came)
         self._held_bytes += header.length if credited else 0
         return self._last
 
@@ -92,6 +96,8 @@ class PayloadTickets:
             self._keep_early(arrived, early)
         elif not arrived.credited:
             self.credit(arrived.channel)
+        if arrived.came:
+            self._used(arrived.channel.name, arrived.came)
         return arrived.buffer
 
     def _keep_early(self, arrived: _Arrived, at: int) -> None:
@@ -123,16 +129,17 @@ class PayloadTickets:
 
     def drop(self, ticket: int, fault: str) -> None:
         """Release a payload that is not needed. With a `fault`, refuse its sender, which ends the connection."""
-        channel = self._arrived[ticket].channel
+        arrived = self._arrived[ticket]
+        arrived.came = 0.0
         self.settle(ticket).release()
         if fault:
-            channel.refuse(fault)
+            arrived.channel.refuse(fault)
 
     def drop_all(self, shard: int) -> None:
         """This server no longer holds the shard: release its payloads."""
         self.all_on_time(shard)
         for ticket in [ticket for ticket, arrived in self._arrived.items() if arrived.shard == shard]:
-            self.settle(ticket).release()
+            self.drop(ticket, "")
 
     def credit(self, channel: Channel) -> None:
         """Let the sender send one more payload."""
@@ -156,9 +163,9 @@ class LedgerEntries:
         self._entries: deque[Applied] = deque(maxlen=ENTRIES)
         self._applied = -1  # the last step that was said to be applied
 
-    def arrived(self, worker: str) -> None:
-        """A worker's contribution arrived, for the step that is entered next."""
-        self._arrivals[worker] = time.monotonic()
+    def arrived(self, worker: str, at: float) -> None:
+        """A contribution to the step that is entered next came from this worker at this time."""
+        self._arrivals[worker] = at
 
     def finished(self, shard: int, replicas: int) -> None:
         """A shard's sum is finished, with the contributions of so many replicas."""

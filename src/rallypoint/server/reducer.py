@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +80,7 @@ class _Update:
 
     effect: shard_effects.Apply
     made: Future[tuple[Buffer, int] | None]
-    waiting: deque[server.On | Answer[Channel]]
+    waiting: deque[Callable[[], None]]
 
 
 class ShardEffects:
@@ -89,6 +91,7 @@ class ShardEffects:
     Attributes:
         reductions: those of the view in force.
         updating: by shard, the update that a thread makes.
+        began: by shard, when the thread began with it. Other threads may look.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class ShardEffects:
     ) -> None:
         self._parts, self._put, self.threads = parts, put, threads
         self.updating: dict[int, _Update] = {}
+        self.began: dict[int, float] = {}
         self._beside = frozenset[int]() if threads is None else updated_beside(parts.job)
         self._cadence = parts.job.plan.cadence
         self._together = self._cadence.together
@@ -109,11 +113,11 @@ class ShardEffects:
             match effect:
                 case server.On(shard=index, effect=on):
                     if index in self.updating:
-                        self.updating[index].waiting.append(effect)
+                        self.updating[index].waiting.append(partial(self._run_on, index, self._owned[index], on))
                     else:
                         self._run_on(index, self._owned[index], on)
                 case Answer(shard=index) if index in self.updating:
-                    self.updating[index].waiting.append(effect)
+                    self.updating[index].waiting.append(partial(self._parts.replication.acknowledge, effect))
                 case Answer():
                     self._parts.replication.acknowledge(effect)
                 case clip.Tell():
@@ -211,12 +215,18 @@ class ShardEffects:
         parts.gathering.pop(index, None)
         timed = effect if self._together and not self.reductions else self._timed(index, effect)
         if index in self._beside and self.threads is not None:
-            made = self.threads.submit(self._update, index, owned, timed)
+            made = self.threads.submit(self._update_beside, index, owned, timed)
             before = self.updating.get(index)
             self.updating[index] = _Update(effect, made, deque() if before is None else before.waiting)
             made.add_done_callback(lambda made: self._put(inbox.UpdateMade(index, made)))
         else:
             self._updated(index, owned, effect, self._update(index, owned, timed))
+
+    def _update_beside(self, index: int, owned: HeldShard, update: shard_effects.Apply) -> tuple[Buffer, int] | None:
+        self.began[index] = time.monotonic()
+        made = self._update(index, owned, update)
+        del self.began[index]
+        return made
 
     def _update(self, index: int, owned: HeldShard, update: shard_effects.Apply) -> tuple[Buffer, int] | None:
         with self._tracer.span("apply", shard=index, step=update.step):
@@ -225,14 +235,9 @@ class ShardEffects:
     def updated(self, index: int, made: Future[tuple[Buffer, int] | None] | None = None) -> None:
         """Go on with a shard: wait for its update (`made`: only if it is this one), and run what waits for it."""
         while (update := self.updating.get(index)) is not None and made in (None, update.made):
-            owned = self._owned[index]
-            self._updated(index, owned, update.effect, update.made.result())
+            self._updated(index, self._owned[index], update.effect, update.made.result())
             while update.waiting and self.updating[index] is update:  # what comes of these stands behind the others
-                match update.waiting.popleft():
-                    case server.On(effect=effect):
-                        self._run_on(index, owned, effect)
-                    case Answer() as answer:
-                        self._parts.replication.acknowledge(answer)
+                update.waiting.popleft()()
             if self.updating[index] is update:
                 del self.updating[index]
 
@@ -310,7 +315,7 @@ class Reducer:
         self._owned: dict[int, HeldShard] = {}
         self._pulls = Pulls(tracer)
         self._ledger = LedgerEntries(context.say, self.shell.fence)
-        self._tickets = PayloadTickets(self.shell.fence, job.config.network.hold_bytes)
+        self._tickets = PayloadTickets(self.shell.fence, job.config.network.hold_bytes, self._ledger.arrived)
         self._followers = Followers(
             self.shell, self._owned, newest_is_enough=newest_is_enough(job.config),
             ranks=forward_ranks(job.record.layout) if job.config.overlaps else (),
@@ -351,6 +356,11 @@ class Reducer:
         """The machine of all shards held here."""
         return self.shell.machine
 
+    @property
+    def updating_s(self) -> float:
+        """For how many seconds a thread has made one update. Any thread may ask."""
+        return max((time.monotonic() - began for began in list(self._effects.began.values())), default=0.0)
+
     def handle(self, event: inbox.Event) -> None:
         """Handle one event."""
         kind = type(event)
@@ -378,6 +388,11 @@ class Reducer:
 
     def _table(self) -> dict[type, Callable[[Any], None]]:
         shell, run = self.shell, self._effects.run
+
+        def gone(event: inbox.Gone) -> None:
+            self._pulls.gone(event.channel)
+            run(shell.gone(event.channel, event.peer))
+
         return {
             inbox.Pushed: self._pushed,
             inbox.Initial: self._initial,
@@ -387,7 +402,7 @@ class Reducer:
             inbox.Followed: self._followed,
             inbox.UnfollowCame: lambda e: shell.unfollow(e.channel),
             inbox.Linked: lambda e: run(self._followers.linked(e.channel, e.worker)),
-            inbox.Gone: self._gone,
+            inbox.Gone: gone,
             inbox.StateGiven: self._state_given,
             inbox.StateRecalled: self._state_recalled,
             inbox.PeerLinked: lambda e: run(shell.peer_linked(e.peer, e.channel)),
@@ -493,13 +508,12 @@ class Reducer:
             self._give_back(event.channel, event.buffer)
             self._asked_with(event)
             return
-        if self._effects.in_ledger(header.shard, header.step):
-            self._ledger.arrived(event.channel.name)
+        came = time.monotonic() if self._effects.in_ledger(header.shard, header.step) else 0.0
         if self._codec_states is not None and header.replica < self.job.config.replicas:
             self._codec_states.contributed(header, event.worker, self._upcoming(header))
         contribution = shard_events.Contribute(
             step=header.step, replica=header.replica, weight=header.weight,
-            ticket=self._tickets.issue(event.channel, header, event.buffer),
+            ticket=self._tickets.issue(event.channel, header, event.buffer, came=came),
             finite=not header.flags & (NOT_FINITE | BAD_GRADIENT), base=base, count=count,
             bad=bad_replicas(header) if tree and header.wants else (),
             whole=header.flags & (NOT_FINITE | BAD_GRADIENT) != BAD_GRADIENT,  # a loss that is not finite says more
@@ -541,10 +555,6 @@ class Reducer:
     def _update_came(self, event: inbox.UpdateCame) -> None:
         self._effects.updated(event.header.shard)  # its entry in the ledger is of the update before
         self._effects.run(self._replication.updated(event))
-
-    def _gone(self, event: inbox.Gone) -> None:
-        self._pulls.gone(event.channel)
-        self._effects.run(self.shell.gone(event.channel, event.peer))
 
     # ---- codec states ----
 

@@ -125,6 +125,11 @@ class ServerService(ListeningMember):
         """The machine of its shards; None before its job is known. Other threads may only look."""
         return None if self._reducer is None else self._reducer.machine
 
+    @property
+    def busy_s(self) -> float:
+        """For how many seconds the owner has handled one event, or another thread has made one update."""
+        return max(super().busy_s, 0.0 if self._reducer is None else self._reducer.updating_s)
+
     def _leave(self) -> None:
         """Move this server's shards to other servers, then end. For example when a spot machine gets its notice."""
         self._joined.wait()  # the notice may come before this server has joined
@@ -192,8 +197,6 @@ class ServerService(ListeningMember):
         reason = f"server {self.id} failed: {type(error).__name__}: {error}"
         self._link.send(GiveUp(reason))
         self._views.end(reason)
-
-    # ---- connections ----
 
     def _receiver(self, hello: Hello) -> Receive:
         """See `ListeningMember`. A peer that has the token may still be none of the current view's members."""

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from rallypoint.config import JobConfig, settings_of
 from rallypoint.config.resolve import parse
 from rallypoint.config.tree import rate_of, steps_plainly
+from rallypoint.core.decisions import reductions_at
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Layout, Shard
 from rallypoint.core.modes import Feature
@@ -396,7 +397,8 @@ class Dcp:
         manifest, whole = content.manifest, {"model": content.model, "step": step}
         remarks = ["without the optimizer's state, which is not one of plain training"]
         if content.optimizer is not None:
-            remarks, job, reductions = [], manifest.job, len(manifest.decided.reductions)
+            remarks, job = [], manifest.job
+            reductions = reductions_at(manifest.decided.reductions, manifest.version)
             whole["optimizer"] = optimizer_content(
                 content.optimizer, parse(job.config), job.layout, manifest.version, reductions,
             )  # fmt: skip

@@ -502,11 +502,11 @@ class RunState:
     @property
     def of_sums(self) -> bool:
         """True if the job makes sums for scripts, which decide when they end: it has no steps."""
-        return self.plan is not None and self.plan.steps == 0
+        return self.plan is not None and self.plan.steps == 0 and self.plan.loss != "never"
 
     def steps_in(self, version: int) -> int:
         """The steps of training that a version of the parameters has behind it."""
-        return version if self.plan is None else min(self.plan.steps, version * self.plan.steps_per_round)
+        return version if self.plan is None else min(self.plan.steps or self.step, version * self.plan.steps_per_round)
 
     def take(self, message: msgspec.Struct, t: float) -> bool:
         """Take one announcement of the coordinator. False if it says again what a coordinator before it has said."""

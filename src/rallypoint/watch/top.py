@@ -94,7 +94,7 @@ def _head(run: RunState, name: str) -> RenderableType:
     state = run.ended or ("running" if run.plan is not None else "waiting for members")
     told = Text.assemble(
         (printable(name), "bold"), "  ", (state, "bold red" if state == "failed" else "bold"),
-        f"  {run.sums:,} sums" if run.plan is not None and not steps else f"  step {run.step:,} of {steps:,}",
+        f"  {run.sums:,} sums" if run.of_sums else f"  step {run.step:,}{f' of {steps:,}' if steps else ''}",
     )  # fmt: skip
     p50 = run.times.quantile(0.5)
     if run.plan is not None and steps and p50 and not run.ended:

@@ -16,6 +16,7 @@ from rallypoint.core.keys import NEWEST, Effect, holder
 from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, Sync
+from rallypoint.core.typed import MOST_PUSHES
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ConfigError, StoreRolledBack, UsageError
 from rallypoint.net.frames import LATEST
@@ -27,7 +28,6 @@ from rallypoint.worker.sources.hooks import parts_of
 # ---- What a store is made of: the names, shapes and optimizers of its keys, as a configuration and a layout ----
 
 NOT_OF_RANKS = "job.store is for workers of one process: leave --ranks out"
-MOST_PUSHES = 1 << 30  # of a contributor to a key
 
 KeyShape = torch.Tensor | Sequence[int]
 

@@ -535,8 +535,6 @@ class KeyExchange:
     def _gone(self) -> bool:
         return self._leaving and not self.machine.contributors
 
-    # ---- inside ----
-
     def apply(self, change: Change) -> None:
         """Make a change under the lock, then run its effects without it."""
         with self.changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_a_folder_a_pattern_and_a_list_are_the_same_rows(folder: Path) -> None:
         assert data.shard_lengths() == [10, 10, 5, 40, 40, 7, 7, 1]
     with pytest.raises(IndexError):
         data[120]
+
+
+def test_a_file_that_is_written_again_while_a_job_reads_it_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(file_of(table(10, 30), 10))
+    data = rp.Parquet(path)
+    assert data[0]["id"] == 10
+    os.utime(path, (1e9, 1e9))
+    assert data[10]["id"] == 20, "the same bytes, whatever its time"
+    path.write_bytes(file_of(table(30, 50), 10))
+    assert path.stat().st_size == data.source[1][0].size
+    data = pickle.loads(pickle.dumps(data))  # as a loader process gets it
+    with pytest.raises(DataError, match="was written again after the job had begun"):
+        data[10]
 
 
 def test_rows_keep_their_types_and_make_a_batch(folder: Path) -> None:

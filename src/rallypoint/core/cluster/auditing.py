@@ -121,8 +121,6 @@ class Auditing:
         lost = {worker for worker in heard if (*name, worker) in self._told}
         return len(heard) > 2 and heard - lost <= {*computing(view, dispute.step)}
 
-    # ---- verdicts ----
-
     def _judged(self, found: AuditFound, view: View, left: Left) -> list[Effect]:
         said: list[Effect] = []
         for loser in found.others:

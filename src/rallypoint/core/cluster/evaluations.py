@@ -160,12 +160,11 @@ class EvaluationLedger:
         return [one for one in known if one.version <= version][-1]
 
     def told_by(self, version: int, last: int) -> Decided:
-        """What a snapshot of this version says. What follows from the job's `last` version counts from none here: a run
-        that goes on, with more steps, decides it itself."""
-        decided, before = self.decided_at(version), self.decided_at(max(0, version - 1))
-        if version < last or not before.version:
-            return decided
-        return msgspec.structs.replace(before, best=decided.best)
+        """What a snapshot of this version says. A run that goes on from the `last` one, with more steps, decides from
+        it itself, if it is due there."""
+        decided = self.decided_at(version)
+        before = max((0, *((last - 1) // every * every for every in self.periods))) if version == last else version
+        return msgspec.structs.replace(decided, version=min(decided.version, before))
 
     def decide(self, rules: Rules, version: int, following: int | None) -> None:
         """Decide from the result of `version`, which has one or never will. `following`: see `Decided.after`."""
@@ -377,12 +376,13 @@ class Decisions:
     def _decide(self, version: int, record: JobRecord) -> list[Effect]:
         course, ledger = self.course, self.course.evaluations
         before = ledger.decided
-        following = ledger.due_after(version, course.last)
+        following = ledger.due_after(version, version + max(ledger.periods)) if version < course.last else None
         ledger.decide(course.rules, version, following)
         course.views.order(reductions=ledger.decided.reductions)
         course.changed()
         effects: list[Effect] = []
-        if len(ledger.decided.reductions) > len(before.reductions) and following is not None:
+        reduced = len(ledger.decided.reductions) > len(before.reductions)
+        if reduced and following is not None and following <= course.last:
             effects.append(Announce(f"the learning rate is reduced from step {record.steps_at(following)} on"))
         stop = ledger.decided.stop
         if stop is not None and stop.version < course.last:

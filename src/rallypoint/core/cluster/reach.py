@@ -241,8 +241,6 @@ class Reach:
         )
         return f"{words}, and the job has made no progress for {STALLED:.0f} heartbeats"
 
-    # ---- threads that hang ----
-
     def _hanging(self, waiting: set[str]) -> list[Case]:
         """Workers whose main threads do nothing, if all others wait for them."""
         course = self.course

@@ -590,8 +590,6 @@ class ShardMachine:
             effects += self._finish()
         return effects
 
-    # ---- the backup ----
-
     def _replicated(self, event: events.Replicated) -> list[Effect]:
         if self.primary or self.differs or self.version < event.step:
             return [Drop(event.ticket)]  # from a replaced primary, or sent before this backup had the state

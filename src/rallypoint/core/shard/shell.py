@@ -335,8 +335,6 @@ class ServerShell(Generic[L]):
         """Apply a verdict, after the effects that came with it."""
         return self.machine.decided(verdict)
 
-    # ---- a snapshot ----
-
     def restored(self, shard: int, generation: ViewNumber, event: events.Loaded) -> Sequence[Effect]:
         """The shard was read from a snapshot, for that generation. Check `wants_state` first."""
         assert self.wants_state(shard, generation)

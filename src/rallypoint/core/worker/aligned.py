@@ -373,8 +373,6 @@ class WorkerMachine(SlotMachine):
                 effects.append(Fetch(shard, self.cadence.updates_before(shard, target), self._home(shard)))
         return effects
 
-    # ---- invariants ----
-
     def validate(self) -> None:
         """Raise AssertionError with a sentence if an invariant does not hold."""
         SlotMachine.validate(self)
@@ -550,8 +548,6 @@ class OverlapMachine(WorkerMachine):
 
     def _in_place(self, shard: int, target: int) -> bool:
         return (self._slots[shard] is Slot.OLD and self.early) or WorkerMachine._in_place(self, shard, target)
-
-    # ---- invariants ----
 
     def validate(self) -> None:
         """Raise AssertionError with a sentence if an invariant does not hold."""

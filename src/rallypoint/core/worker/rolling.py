@@ -219,8 +219,6 @@ class RollingMachine(SlotMachine):
             if self._slots[shard] in (Slot.QUEUED, Slot.LANDING):
                 self._slots[shard] = Slot.FREE
 
-    # ---- invariants ----
-
     def validate(self) -> None:
         """Raise AssertionError with a sentence if an invariant does not hold."""
         self._slots.validate()

@@ -628,8 +628,6 @@ class SlotMachine(ABC):
     def _home(self, shard: int) -> str:
         return self.view.primary[shard] if self.view is not None else ""
 
-    # ---- invariants ----
-
     def validate(self) -> None:
         """Raise AssertionError with a sentence if an invariant does not hold. O(number of shards)."""
         self._slots.validate()

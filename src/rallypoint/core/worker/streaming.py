@@ -298,8 +298,6 @@ class StreamMachine(SlotMachine):
                 effects.append(AskNext(shard, self._next, self._home(shard)))
         return effects
 
-    # ---- invariants ----
-
     def validate(self) -> None:
         """Raise AssertionError with a sentence if an invariant does not hold."""
         SlotMachine.validate(self)

@@ -19,6 +19,7 @@ from rallypoint.coordinator.connections import Checks
 from rallypoint.coordinator.journal import JOURNAL, Journal, kept_state
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.coordinator.snapshots import SnapshotKeeper
+from rallypoint.core.cluster.effects import FindSnapshot
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.cluster.terms import Terms
@@ -117,14 +118,18 @@ class _Owner:
 class _Tasks:
     """The queue of a keeper of snapshots that is played: one task after the other, some of which take a while."""
 
-    def __init__(self, node: Node) -> None:
-        self._node, self._free = node, 0.0
+    def __init__(self, node: Node, keeper: SnapshotKeeper) -> None:
+        self._node, self._free, self._do, self._trips = node, 0.0, keeper.do, 0
+        keeper.do = self.do  # type: ignore[method-assign]
+
+    def do(self, act: acts.Act) -> None:
+        self._trips = 2 * isinstance(act, acts.CommitSnapshot) + isinstance(act, FindSnapshot)  # to the store
+        self._do(act)  # it puts its tasks here
 
     def put(self, task: tuple[str, Callable[[], None]]) -> None:
-        world, (doing, call) = self._node.world, task
-        takes = {"the manifest": 2, "the search f": 1}.get(doing[:12], 0)
-        self._free = max(self._free, world.now + takes * (world.latency() if takes else 0.0))
-        self._node.later(self._free - world.now, call)
+        world = self._node.world
+        self._free = max(self._free, world.now + self._trips * (world.latency() if self._trips else 0.0))
+        self._node.later(self._free - world.now, task[1])
 
 
 @dataclass(frozen=True)
@@ -193,13 +198,11 @@ class SimulatedCoordinator(CoordinatorService):
         self._shell.handle = lambda event, now: self._decided(decide(event, now))  # type: ignore[method-assign]
         if (keeper := super()._open_keeper()) is not None:
             keeper.stop()[0].join()
-            keeper._tasks = cast(Any, _Tasks(self.node))
+            keeper._tasks = cast(Any, _Tasks(self.node, keeper))
         return keeper
 
     def _listen(self, me: Any) -> Any:
         return SimpleNamespace(address="127.0.0.1:1")
-
-    # ---- connections ----
 
     def accept(self, wire: Wire, hello: Hello) -> str:
         channel, put = _Channel(wire), self._owner.put

@@ -210,8 +210,6 @@ class SimulatedServer(PlayedMember, ServerService):
         with server_checks.states_that_are_lost(self, message.view):
             super()._on_message(message)
 
-    # ---- connections ----
-
     def accept(self, wire: Wire, hello: Any) -> str:
         role, who, _ = hello
         channel: Any = ServedChannel(self, wire, who)
@@ -232,8 +230,6 @@ class SimulatedServer(PlayedMember, ServerService):
         if role != "server":
             self.reducer_event(inbox.Linked(channel, who))
         return ""
-
-    # ---- afterwards ----
 
     def check_tickets(self) -> None:
         """No payload is forgotten, and no credit: each one that is still here waits for its turn."""

@@ -20,7 +20,7 @@ function element(kind, text) {
 function drawTable(runs) {
   const columns = [["", "state", "step", "loss", "p50 of a step", "p99", "goodput", "stalls", ...Object.keys(runs[0].settings)]];
   for (const run of runs) columns.push([run.name, run.ended + (run.why ? `: ${run.why}` : "") || "running",
-    `${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}`, number((run.curves.loss || { mean: [] }).mean.at(-1)),
+    `${run.step.toLocaleString("en")}${run.steps ? ` of ${run.steps.toLocaleString("en")}` : ""}`, number((run.curves.loss || { mean: [] }).mean.at(-1)),
     seconds(run.p50), seconds(run.p99), `${(100 * run.goodput).toFixed(1)} %`, String(run.stalls), ...Object.values(run.settings)]);
   one("runs").replaceChildren(...columns[0].map((_, row) => {
     const line = element("tr");

@@ -222,8 +222,8 @@ function drawHead() {
   document.title = `${steps ? Math.round(100 * run.step / steps) + " % " : ""}${(run.facts || {}).name || "Rallypoint"}`;
   const rate = run.times.p50 ? plan.items / run.times.p50 : 0;
   const left = run.ended || !steps || !run.times.p50 ? "" : seconds((steps - run.step) * run.times.p50);
-  const figures = run.plan && !steps ? { sums: (run.sums || 0).toLocaleString("en") }
-    : { step: `${run.step.toLocaleString("en")} of ${steps.toLocaleString("en")}`, loss: number(last("loss")) };
+  const figures = run.plan && !steps && plan.loss !== "never" ? { sums: (run.sums || 0).toLocaleString("en") }
+    : { step: `${run.step.toLocaleString("en")}${steps ? ` of ${steps.toLocaleString("en")}` : ""}`, loss: number(last("loss")) };
   if (last("lr") !== undefined) figures.lr = number(last("lr"));
   for (const [name, curve] of Object.entries(run.evaluations)) figures[name] = number(curve.mean.at(-1));
   if (rate) figures[`${plan.item || "samples"}/s`] = Math.round(rate).toLocaleString("en");

@@ -261,8 +261,6 @@ class ModelGuard:
             tensor.copy_(new)
         owner._buffers[leaf] = tensor
 
-    # ---- torch's hooks ----
-
     def _on_registered(self, *_: Any) -> None:
         self._registered = True
 

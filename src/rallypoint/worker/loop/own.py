@@ -334,8 +334,6 @@ class OwnStepper:
         state: Mapping[str, Any] = self._owner[name].state.get(self._placed[name].tensor, {})
         return state
 
-    # ---- bytes and shards ----
-
     def _whole(self, about: _Tensor, states: Mapping[int, ShardRecord]) -> torch.Tensor:
         placed, dtype = self._placed.get(about.parameter), _DTYPES.get(about.dtype)
         if placed is None or dtype is None or min(about.shape, default=0) < 0:

@@ -332,8 +332,6 @@ class StreamedParameters:
         self._version: object = None
         self._saving: saved_tensors_hooks | None = None
 
-    # ---- versions ----
-
     @torch.no_grad()
     def install(self) -> None:
         """A version exists on all servers: take its buffers, and pull its parameters from now on."""
@@ -537,8 +535,6 @@ class StreamedParameters:
     @property
     def _now(self) -> object:
         return self._exchange.end.generation, self._exchange.step
-
-    # ---- what autograd keeps ----
 
     def _pack(self, kept: torch.Tensor) -> Saved | torch.Tensor:
         if kept.layout is not torch.strided or kept.dtype != torch.float32 or not kept.numel():

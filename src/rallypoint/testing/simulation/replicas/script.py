@@ -93,14 +93,13 @@ class Undisturbed:
     @property
     def end(self) -> int:
         """The job's last version."""
-        return self._steps if self.decided.stop is None else self.decided.stop.version
+        return self._steps if self.decided.stop is None else min(self._steps, self.decided.stop.version)
 
     def evaluated(self, version: int, model: Sequence[Any]) -> None:
         """The job has come to this version."""
         if self._rules.steers and 0 < version <= self.end and (version % self._every == 0 or version == self._steps):
-            following = min(self.end, version // self._every * self._every + self._every)
-            figures = {"figure": figure_of(model)}
-            self.decided = self.decided.after(self._rules, version, figures, following if following > version else None)
+            following = version // self._every * self._every + self._every if version < self.end else None
+            self.decided = self.decided.after(self._rules, version, {"figure": figure_of(model)}, following)
 
     def rate(self, step: int) -> int:
         """How often the learning rate of the update of that step is reduced."""
