@@ -20,9 +20,9 @@ from rallypoint.core.modes import StateHolder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.store.record import ShardRecord
-from rallypoint.testing.simulation.floats import Floats
 from rallypoint.testing.simulation.replicas import contents
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, Names, State, Trained, combine, tree
+from rallypoint.testing.simulation.replicas.floats import Floats
 from rallypoint.testing.simulation.replicas.script import ScriptStops, Undisturbed
 
 

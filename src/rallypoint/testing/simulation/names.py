@@ -34,10 +34,10 @@ from rallypoint.server.intake import FrameChecks, Intake
 from rallypoint.server.job import ServerJob
 from rallypoint.server.member import ListeningMember, Views
 from rallypoint.store.record import Array, ShardRecord, decode_record
-from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR, SimulatedMembership
 from rallypoint.testing.simulation.network import RETRY_S, Call, Node, Tokens, Wire, World
+from rallypoint.testing.simulation.operating import server_checks
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, scale_after, scale_of
 from rallypoint.worker.exchange.links import ExchangeContext
 

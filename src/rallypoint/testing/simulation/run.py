@@ -13,13 +13,12 @@ from rallypoint.core.policy import Sync
 from rallypoint.core.protocol import Resize
 from rallypoint.core.view import View
 from rallypoint.server.job import ServerJob
-from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.keys import LEFT, KeyedJob, KeyedWorker
 from rallypoint.testing.simulation.member import COORDINATOR, SimulatedOrders
 from rallypoint.testing.simulation.network import Node, Noted, World
-from rallypoint.testing.simulation.operating import history
+from rallypoint.testing.simulation.operating import history, server_checks
 from rallypoint.testing.simulation.operating.pauses import PAUSE, Operators
 from rallypoint.testing.simulation.operating.resuming import KEEP, RESUME, Resuming
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan

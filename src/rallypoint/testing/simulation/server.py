@@ -18,7 +18,6 @@ from rallypoint.errors import ProtocolError
 from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.server import inbox
 from rallypoint.server.service import LEAVING_EVERY_S, Peers, ServerService
-from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.names import (
     TOKEN,
@@ -30,6 +29,7 @@ from rallypoint.testing.simulation.names import (
     named_job,
 )
 from rallypoint.testing.simulation.network import Node, Wire, World, watch
+from rallypoint.testing.simulation.operating import server_checks
 from rallypoint.testing.simulation.shards import NamedShards, RealShard
 from rallypoint.testing.simulation.store import PlayedRestores, PlayedWriter, SimulatedStore
 

@@ -13,9 +13,9 @@ from rallypoint.optim import InPlace
 from rallypoint.server.held import ShardFactory
 from rallypoint.server.shard import AveragedShard, GradientSum, OwnedShard, norms_of
 from rallypoint.store.record import ShardRecord
-from rallypoint.testing.simulation.floats import WORDS
 from rallypoint.testing.simulation.names import NBYTES, NamedBuffer, NamedShard
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
+from rallypoint.testing.simulation.replicas.floats import WORDS
 
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.server import SimulatedServer
