@@ -142,7 +142,7 @@ def _without_moments(self: OwnedShard, record: Any) -> None:
     ("sync", AggregatorRelay, "_merge", _other_released_twice, "more often than it was held", 100),
     ("sync", ShardEffects, "_apply", _published_at_once, "publishes version", 40),
     ("sync", Views, "counts", _of_any_generation, "the generation is", 200),
-    ("sync", Followers, "_send_version", _the_version_before, "other bytes", 100),
+    ("sync", Followers, "_send_version", _the_version_before, "other bytes|other floats", 100),
     ("tables", Pulls, "add", _nobody_looks_again, "stuck", 20),
     ("fold:3", Reducer, "_stored_state", _clocks_as_they_are_now, "runs ahead|missing", 400),
     ("sync", OwnedShard, "apply", _sum_is_sent_and_is_the_version, "other floats", 10),

@@ -166,7 +166,7 @@ def _evaluated(end: int, resume: Decided | None = None, start: int = 0) -> Decid
             _reported(job, version)
             _result(job, version, 1.0, "w0")
             assert ledger.decided.version == version
-    return ledger.told_by(end, end)
+    return ledger.told_by(end)
 
 
 @pytest.mark.parametrize("end", range(1, 20))
@@ -174,6 +174,17 @@ def test_a_run_that_ends_and_is_resumed_with_more_steps_reduces_the_rates_as_an_
     undisturbed = _evaluated(40)
     assert undisturbed.reductions == (12, 16, 20, 24, 28, 32, 36, 40)
     assert _evaluated(40, _evaluated(end), end) == undisturbed
+
+
+def test_what_was_decided_before_its_version_became_the_last_one_is_not_decided_again() -> None:
+    """All scripts leave the loop at version 8, after it was evaluated as one of many."""
+    rules = Rules(plateau=ReduceOnPlateau(metric="loss", patience=0))
+    ledger = EvaluationLedger(periods=(EVERY,), results={4: {"loss": 1.0}, 8: {"loss": 1.0}})
+    ledger.decide(rules, 4, 8)
+    ledger.decide(rules, 8, 12)
+    assert ledger.told_by(8) == ledger.decided
+    assert ledger.told_by(8).version == 8
+    assert ledger.told_by(8).reductions == (12,)
 
 
 def test_what_a_run_s_last_snapshot_says_does_not_depend_on_the_coordinator_that_is_asked() -> None:
@@ -186,7 +197,7 @@ def test_what_a_run_s_last_snapshot_says_does_not_depend_on_the_coordinator_that
         _result(job, version, 1.0, "w0")
     new = EvaluationLedger()
     new.recovered(msgspec.msgpack.decode(msgspec.msgpack.encode(job.machine.state()), type=ClusterState))
-    assert new.told_by(10, 10) == job.machine.course.evaluations.told_by(10, 10)
+    assert new.told_by(10) == job.machine.course.evaluations.told_by(10)
 
 
 def test_a_snapshot_is_complete_only_when_all_before_its_version_is_decided() -> None:

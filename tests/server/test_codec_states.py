@@ -99,11 +99,11 @@ def test_a_snapshot_is_lost_if_a_copy_has_not_come_before_the_next_update(quorum
         takes_records=True, put=put.append, copy=lambda record: record, abandon=lambda: abandoned.append(True)
     )
     job: Any = SimpleNamespace(
-        versions_are_common=True, shards=server.layout.shards, config=SimpleNamespace(quorum=quorum),
-        plan=SimpleNamespace(rounds_of=lambda shard: 10),
-    )  # fmt: skip
-    tracer = Tracer("server0")
-    capture = SnapshotCapture(writer, job, server.codec_states, lambda *_: record, tracer, wake=lambda: None)
+        versions_are_common=True, shards=server.layout.shards, config=SimpleNamespace(quorum=quorum)
+    )
+    capture = SnapshotCapture(
+        writer, job, server.codec_states, lambda *_: record, Tracer("server0"), lambda: None, lambda *_: False
+    )
     for copies in ((0, 1), (0,)):
         for replica in copies:
             server.copy(replica, 3, b"it")
@@ -112,6 +112,28 @@ def test_a_snapshot_is_lost_if_a_copy_has_not_come_before_the_next_update(quorum
         assert lost == bool(abandoned) == (len(copies) == 1 and quorum is None)
     assert [list(kept.codec_states) for kept in put] == [[0, 1], *([] if quorum is None else [[0]])]
     assert not capture.before_update(server.shard)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_nobody_waits_for_codec_states_at_the_last_version(known: bool) -> None:
+    """`run.stop()` ends the job there; the view says so before the shard is copied, or after."""
+    server, put = Server(), list[ShardRecord]()
+    record = ShardRecord(server.shard, 4, {"master": np.zeros(1000, np.float32)}, {})
+    last = {4} if known else set[int]()
+    writer: Any = SimpleNamespace(takes_records=True, put=put.append, copy=lambda record: record)
+    job: Any = SimpleNamespace(versions_are_common=True, shards=server.layout.shards)
+    capture = SnapshotCapture(
+        writer, job, server.codec_states, lambda *_: record, Tracer("server0"), lambda: None,
+        lambda shard, version: version in last,
+    )  # fmt: skip
+    capture.wanted(server.shard, 4)
+    capture.copy_one()
+    assert bool(put) == known
+    capture.viewed()
+    assert bool(put) == known
+    last.add(4)
+    capture.viewed()
+    assert put == [record]
 
 
 def test_the_next_update_ends_the_wait_for_what_was_lost_with_a_worker() -> None:

@@ -251,7 +251,7 @@ def test_after_a_failure_the_owner_copies_no_more_shards(writer: Writer, monkeyp
         return everything[shard]
 
     job: Any = None  # not asked at version 0
-    capture = SnapshotCapture(writer.writer, job, None, state, Tracer("server0"), wake=lambda: None)
+    capture = SnapshotCapture(writer.writer, job, None, state, Tracer("server0"), lambda: None, lambda *_: False)
     capture.begin(snapshot_id(0, 1), len(everything))
     for record in everything:
         capture.wanted(record.shard, 0)

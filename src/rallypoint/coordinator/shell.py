@@ -364,7 +364,7 @@ class CoordinatorShell:
         assert self.machine.record is not None
         step, course = self.announcer.config.steps_at(version), self.machine.course
         about = self.machine.record, self.evaluations.of(step), "" if course.view is None else course.view.origin
-        known = (course.views.orders.stop, course.evaluations.told_by(version, course.last), course.kept)
+        known = (course.views.orders.stop, course.evaluations.told_by(version), course.kept)
         return CommitSnapshot(snapshot, version, step, *about, *known)
 
     # ---- time and the end ----

@@ -152,6 +152,7 @@ class Decided(msgspec.Struct, frozen=True):
         reductions: the versions from which on the rates are reduced once more, ascending.
         best: the best version; None before the first value.
         stop: the early end; None if there is none.
+        final: from `version`, the last one, nothing but the best is decided.
     """
 
     version: int = 0
@@ -159,6 +160,7 @@ class Decided(msgspec.Struct, frozen=True):
     reductions: tuple[int, ...] = ()
     best: Best | None = None
     stop: EarlyEnd | None = None
+    final: bool = False
 
     def after(self, rules: Rules, version: int, figures: Mapping[str, float], following: int | None) -> Decided:
         """With the result of one more version. `figures` are empty if it has none.
@@ -168,7 +170,7 @@ class Decided(msgspec.Struct, frozen=True):
         """
         best = self._best(rules.best, version, figures)
         if following is None:
-            return msgspec.structs.replace(self, version=version, best=best)
+            return msgspec.structs.replace(self, version=version, best=best, final=True)
         trends, reductions, stop = dict(self.trends), self.reductions, self.stop
         for rule in rules.stops:
             if rule.metric not in figures:

@@ -328,6 +328,7 @@ class Reducer:
         if writer is not None:
             self.capture = SnapshotCapture(
                 writer, job, self._codec_states, self._stored_state, tracer, wake=lambda: put(inbox.Wake()),
+                is_last=self.shell.is_last,
             )  # fmt: skip
         self._context = context
         self._unrestored: Unrestored | None = None  # the last snapshot that could not be loaded
@@ -448,6 +449,8 @@ class Reducer:
         self._effects.run(effects)
         self._effects.settle()  # the view may bring a verdict, and what follows is a claim
         self._ledger.proves(applied_in(self.machine))  # it may have become the primary
+        if self.capture is not None:
+            self.capture.viewed()
 
     def _admitted(self, event: inbox.AdmissionCame) -> None:
         for shards in self.shell.say_again(new=event.new):

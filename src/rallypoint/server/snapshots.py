@@ -123,17 +123,18 @@ class SnapshotCapture:
     """The shards to copy for one snapshot. Not thread-safe: only the owner thread calls it.
 
     `state(shard, version, clocks)` returns a shard's state, in arrays that later updates change. `wake` is called, from
-    any thread, when `due` may have become True.
+    any thread, when `due` may have become True. `is_last(shard, version)`: as far as the view says.
     """
 
     def __init__(
         self, writer: SnapshotWriter, job: ServerJob, codec_states: StateRelay | None,
         state: Callable[[int, int, tuple[int, ...]], ShardRecord], tracer: Tracer, wake: Callable[[], None],
+        is_last: Callable[[int, int], bool],
     ) -> None:  # fmt: skip
         writer.caught_up = wake
         self.snapshot = ""
         self._writer, self._job = writer, job
-        self._codec_states, self._state, self._tracer = codec_states, state, tracer
+        self._codec_states, self._state, self._tracer, self._is_last = codec_states, state, tracer, is_last
         self._to_copy: dict[int, tuple[int, tuple[int, ...]]] = {}  # shard -> version and clocks
 
     @property
@@ -175,6 +176,12 @@ class SnapshotCapture:
         if (record := self._codec_states.complete(shard, at_last=at_last)) is not None:
             self._writer.put(record)
 
+    def viewed(self) -> None:
+        """There is a new view. Nobody contributes after the last version: its codec states do not come."""
+        waiting = {} if self._codec_states is None else self._codec_states.records
+        for shard in [s for s, record in waiting.items() if self._is_last(s, record.version)]:
+            self._writer.put(waiting.pop(shard))
+
     def disowned(self, shard: int) -> None:
         """This server no longer holds the shard."""
         self._to_copy.pop(shard, None)
@@ -202,7 +209,7 @@ class SnapshotCapture:
 
     def _awaits_codec_states(self, shard: int, version: int, record: ShardRecord) -> bool:
         """Keep the copy until the codec states come? Workers send them only at a version that all continue from."""
-        goes_on = 0 < version < self._job.plan.rounds_of(shard) and self._job.versions_are_common
+        goes_on = version > 0 and not self._is_last(shard, version) and self._job.versions_are_common
         states = self._codec_states
         return states is not None and goes_on and states.awaited(record, self._job.shards[shard])
 

@@ -104,10 +104,11 @@ class Completion:
     def _ends_with(self, stop: EarlyEnd) -> list[Effect]:
         course = self.course
         assert course.record is not None
+        before, taking = course.views.orders.stop, self.snapshots.taking
         course.views.order(stop=stop)
         course.members.done.clear()
-        taking = self.snapshots.taking
-        if taking is not None and taking.version > stop.version:
+        no_last = taking is not None and before is not None and taking.version == before.version  # has no codec states
+        if taking is not None and (taking.version > stop.version or no_last):
             self.snapshots.duty.abandon()
         noted = Note(f"the job ends with version {stop.version}: {stop.reason} ({stop.worker})")
         return [noted, *self.succession.advance(), *self.advance()]

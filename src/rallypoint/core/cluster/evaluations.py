@@ -159,12 +159,13 @@ class EvaluationLedger:
         known: Sequence[Decided] = [Decided(), *self._earlier, self.decided]
         return [one for one in known if one.version <= version][-1]
 
-    def told_by(self, version: int, last: int) -> Decided:
-        """What a snapshot of this version says. A run that goes on from the `last` one, with more steps, decides from
-        it itself, if it is due there."""
-        decided = self.decided_at(version)
-        before = max((0, *((last - 1) // every * every for every in self.periods))) if version == last else version
-        return msgspec.structs.replace(decided, version=min(decided.version, before))
+    def told_by(self, version: int) -> Decided:
+        """What a snapshot of this version says. A run that goes on from the last one, with more steps, decides from it
+        itself, if it is due there."""
+        if not (decided := self.decided_at(version)).final:
+            return decided
+        before = max((0, *((decided.version - 1) // every * every for every in self.periods)))
+        return msgspec.structs.replace(decided, version=before, final=False)
 
     def decide(self, rules: Rules, version: int, following: int | None) -> None:
         """Decide from the result of `version`, which has one or never will. `following`: see `Decided.after`."""

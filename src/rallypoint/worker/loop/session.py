@@ -329,13 +329,15 @@ class Job(MemberMessages):
         if self._plane is not None:
             self._plane.leave()
         time.sleep(HAND_OVER_S)
-        if (states := None if self._exchange is None else self._exchange.codec_states) is not None:
-            states.hand_over()
-        time.sleep(max(LEAVE_WITHIN_S, self._link.welcome.heartbeat) - HAND_OVER_S)
-        if not self._finished:
-            if states is not None and not states.hand_over():
+        try:
+            if (states := None if self._exchange is None else self._exchange.codec_states) is not None:
+                states.hand_over()
+            time.sleep(max(LEAVE_WITHIN_S, self._link.welcome.heartbeat) - HAND_OVER_S)
+            if not self._finished and states is not None and not states.hand_over():
                 say(f"{self.id} ends before servers have its codec states: its replicas begin anew, and bytes differ")
-            os._exit(status)
+        finally:
+            if not self._finished:
+                os._exit(status)
 
     def _leads(self) -> bool:
         if self._finished:
