@@ -98,7 +98,7 @@ def test_after_everything_died_the_run_goes_on_with_the_scale_of_its_snapshot(cl
     expected, scales = reference()
     cluster.run("--workers", "2", "--servers", "1", "--snapshot-steps", "6")
     cluster.until_caught_up(13)
-    # of version 6 or 12, which a busy machine may be too late for: both are after overflows
+    # of version 6 or 12, or of the next one that a busy machine is in time for: all are after overflows
     cluster.until(lambda: any(event["version"] >= 6 for event in cluster.events("Snapshotted")))
     for process in cluster.processes().values():
         process.kill()
@@ -108,6 +108,6 @@ def test_after_everything_died_the_run_goes_on_with_the_scale_of_its_snapshot(cl
     cluster.open(STEPS)
     cluster.resume()
     assert cluster.ended() == 0, cluster.output
-    assert re.search(r"going on from step (6|12)\b", cluster.output), cluster.output
+    assert re.search(r"going on from step ([6-9]|1[0-4])\b", cluster.output), cluster.output
     assert cluster.hash == expected
     assert {event["step"]: event["loss_scale"] for event in cluster.events("Skipped")}[17] == scales[18]
