@@ -187,6 +187,15 @@ def test_what_was_decided_before_its_version_became_the_last_one_is_not_decided_
     assert ledger.told_by(8).reductions == (12,)
 
 
+def test_a_last_snapshot_says_what_was_decided_before_it_where_a_version_is_a_round_of_several_steps() -> None:
+    rules = Rules(plateau=ReduceOnPlateau(metric="loss", patience=0))
+    ledger = EvaluationLedger(periods=(20,), results={version: {"loss": 1.0} for version in (2, 4, 5)})
+    for version, following in ((2, 4), (4, 6), (5, None), (6, None)):  # rounds of ten steps
+        ledger.decide(rules, version, following)
+        assert ledger.told_by(version).version == min(version, 4)
+    assert ledger.told_by(6).reductions == (6,)
+
+
 def test_what_a_run_s_last_snapshot_says_does_not_depend_on_the_coordinator_that_is_asked() -> None:
     record = _record(steps=10, evaluation=Evaluation(plateau=ReduceOnPlateau(metric="loss", patience=0)))
     job = _Job(_terms(1, 1), record=record)

@@ -152,7 +152,7 @@ class Decided(msgspec.Struct, frozen=True):
         reductions: the versions from which on the rates are reduced once more, ascending.
         best: the best version; None before the first value.
         stop: the early end; None if there is none.
-        final: from `version`, the last one, nothing but the best is decided.
+        before: from `version`, the last one, only the best is decided; all else from versions up to this. None: all.
     """
 
     version: int = 0
@@ -160,7 +160,7 @@ class Decided(msgspec.Struct, frozen=True):
     reductions: tuple[int, ...] = ()
     best: Best | None = None
     stop: EarlyEnd | None = None
-    final: bool = False
+    before: int | None = None
 
     def after(self, rules: Rules, version: int, figures: Mapping[str, float], following: int | None) -> Decided:
         """With the result of one more version. `figures` are empty if it has none.
@@ -170,7 +170,9 @@ class Decided(msgspec.Struct, frozen=True):
         """
         best = self._best(rules.best, version, figures)
         if following is None:
-            return msgspec.structs.replace(self, version=version, best=best, final=True)
+            return msgspec.structs.replace(
+                self, version=version, best=best, before=self.version if self.before is None else self.before
+            )
         trends, reductions, stop = dict(self.trends), self.reductions, self.stop
         for rule in rules.stops:
             if rule.metric not in figures:

@@ -162,10 +162,9 @@ class EvaluationLedger:
     def told_by(self, version: int) -> Decided:
         """What a snapshot of this version says. A run that goes on from the last one, with more steps, decides from it
         itself, if it is due there."""
-        if not (decided := self.decided_at(version)).final:
+        if (decided := self.decided_at(version)).before is None:
             return decided
-        before = max((0, *((decided.version - 1) // every * every for every in self.periods)))
-        return msgspec.structs.replace(decided, version=before, final=False)
+        return msgspec.structs.replace(decided, version=decided.before, before=None)
 
     def decide(self, rules: Rules, version: int, following: int | None) -> None:
         """Decide from the result of `version`, which has one or never will. `following`: see `Decided.after`."""
