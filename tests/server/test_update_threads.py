@@ -15,14 +15,14 @@ import torch
 from one_server import FIRST, SECOND, Context
 
 from rallypoint.config import JobConfig, record_of, resolve
-from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.layout import Layout, TensorSpec, build_layout
 from rallypoint.core.protocol import Applied, Message
 from rallypoint.core.view import Assignment, Member, View
 from rallypoint.launch.observing.health import STUCK_S, stuck_for
 from rallypoint.net.frames import Header, Kind
 from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
-from rallypoint.server.held import updated_beside
+from rallypoint.server.held import LEAST_BESIDE, worked_beside
 from rallypoint.server.job import ServerJob
 from rallypoint.server.reducer import Reducer
 from rallypoint.server.service import ServerService
@@ -91,10 +91,13 @@ class _Server:
     def link(self) -> Any:
         return self.channel
 
-    def view(self, number: Any, members: Any) -> None:
+    def view(self, number: Any, members: Any, shards: tuple[int, ...] = (0, 1)) -> None:
+        replicas = tuple(range(self.job.config.replicas))
+        workers, servers = members
+        primary = {shard: "s" if shard in shards else "t" for shard in (0, 1)}
         self.handle(inbox.ViewCame(View(
-            number, FIRST, *members, (Assignment(0, {"w": (0, 1)}),), {0: "s", 1: "s"}, {}, uploader="w",
-            contributors={"w": (0, 1)},
+            number, FIRST, workers, servers, (Assignment(0, {"w": replicas}),), primary, {}, uploader="w",
+            contributors={"w": replicas},
         )))  # fmt: skip
 
     def handle(self, event: inbox.Event) -> None:
@@ -102,11 +105,13 @@ class _Server:
         while self.queued and not self.held_back:
             self.reducer.handle(self.queued.pop(0))
 
-    def send(self, kind: Kind, shard: int, value: float, replica: int = 0, step: int = 0) -> None:
+    def send(
+        self, kind: Kind, shard: int, value: float, replica: int = 0, step: int = 0, weight: float = 1.0
+    ) -> None:
         buffer = self.job.pool.take()
         buffer.tensor.fill_(value)
         header = Header(
-            kind, FIRST, shard=shard, replica=replica, step=step, length=_LAYOUT.shards[shard].nbytes, weight=1.0
+            kind, FIRST, shard=shard, replica=replica, step=step, length=_LAYOUT.shards[shard].nbytes, weight=weight
         )
         event = inbox.Initial if kind is Kind.INITIAL else lambda c, h, b: inbox.Pushed(c, "w", h, b)
         self.handle(event(self.link, header, buffer))
@@ -266,16 +271,80 @@ def test_a_contribution_that_comes_during_an_update_is_not_counted_as_late_for_i
     assert [entry.late for entry in entries] == [{"w": 0.0}] * 3
 
 
-def test_small_updates_and_means_are_made_by_the_owner() -> None:
+def test_a_thread_is_worth_3_mib_of_work() -> None:
     """SGD touches 2 MiB for a shard of 1 MiB at most, AdamW 3; AllReduce only keeps the mean."""
 
-    def beside(**settings: Any) -> frozenset[int]:
+    def bytes_of_an_update(layout: Layout = _LAYOUT, **settings: Any) -> dict[int, int]:
         config = resolve({"replicas": 2, "steps": 5, "network.shard_bytes": 1 << 20, **settings})
-        return updated_beside(ServerJob(record_of(config, _LAYOUT), config))
+        return worked_beside(ServerJob(record_of(config, layout), config))
 
-    assert beside(optimizer={"type": "adamw", "lr": 0.1}) == {0, 1}
-    assert beside(optimizer={"type": "sgd", "lr": 0.1}) == frozenset()
-    assert beside(sync={"type": "all-reduce"}, optimizer={"type": "adamw", "lr": 0.1}) == frozenset()
+    adamw, sgd = ({"type": name, "lr": 0.1} for name in ("adamw", "sgd"))
+    assert bytes_of_an_update(optimizer=adamw) == {0: LEAST_BESIDE, 1: LEAST_BESIDE}
+    assert max(bytes_of_an_update(optimizer=sgd).values()) < LEAST_BESIDE
+    assert bytes_of_an_update(sync={"type": "all-reduce"}, optimizer=adamw) == {0: 0, 1: 0}
+    small = build_layout([TensorSpec("w", (MIB // 4,), "float32", 0)], _CONFIG.network.shard_bytes)
+    assert bytes_of_an_update(small, optimizer=adamw) == {}
+
+
+def _of_eight(**settings: Any) -> JobConfig:
+    optimizer = {"type": "sgd", "lr": 0.1}
+    return resolve({"replicas": 8, "steps": 5, "optimizer": optimizer, "network.shard_bytes": 1 << 20, **settings})
+
+
+def _sum_of(server: _Server, shard: int) -> Any:
+    held: Any = server.reducer._owned[shard]
+    return held._sum._parts
+
+
+def test_a_sum_is_added_up_by_the_owner_when_it_is_idle_and_by_a_thread_when_much_has_come() -> None:
+    server = _Server(_of_eight())
+    for replica in range(4):
+        server.send(Kind.PUSH, 0, 1.0 + replica, replica)
+    assert sorted(_sum_of(server, 0)) == [0, 1]  # the other events came first
+    assert not server.later.given
+    work = server.reducer.idle_work()
+    assert work is not None
+    work()
+    assert {at: part.tensor[0].item() for at, part in _sum_of(server, 0).items()} == {0: 10.0}
+    assert server.reducer.idle_work() is None
+
+    for replica in (4, 5, 6, 7):
+        server.send(Kind.PUSH, 0, 1.0 + replica, replica)
+    [sums] = server.later.given  # what came before the last one, and then the mean: 5 additions
+    assert server.sent == []
+    sums.make()
+    server.handle(inbox.Wake())
+    assert server.sent == [(0, 1)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip": 1.0}, {"optimizer": {"type": "adamw", "lr": 0.1}}])
+def test_a_sum_that_threads_add_up_has_the_bytes_of_one_thread(settings: dict[str, Any]) -> None:
+    one, several = (_Server(_of_eight(**settings), beside=beside) for beside in (False, True))
+    handed_over = 0
+    for step in range(3):
+        for replica in (6, 1, 0, 3, 7, 2, 5, 4):
+            for shard in (1, 0):
+                for server in (one, several):
+                    server.send(Kind.PUSH, shard, 0.1 * replica - 0.3, replica, step, weight=0.7 + 0.1 * replica)
+        while several.later.given:
+            handed_over += 1
+            several.later.given.pop().make()
+            several.handle(inbox.Wake())
+    assert handed_over > 6
+    assert sorted(one.channel.versions) == sorted(several.channel.versions)
+    assert several.channel.versions[-1][1] == 3
+    for expected, found in zip(one.parameters(), several.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_additions_of_a_shard_that_moves_away_give_their_buffers_back() -> None:
+    server = _Server(_of_eight())
+    for replica in range(4):
+        server.send(Kind.PUSH, 0, 1.0, replica)
+    server.view(SECOND, server.members, shards=(1,))
+    assert not server.reducer._effects.adding
+    pool = server.job.pool
+    assert pool.made - len(pool.free) == 1  # the version of the shard that stays
 
 
 @pytest.mark.parametrize(("optimizer", "expected"), [("adamw", 1), ("muon", 2)])

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rallypoint.codec.base import Scratch
 from rallypoint.config import JobConfig, of_group
-from rallypoint.core.layout import Layout, Shard
+from rallypoint.core.layout import SHARD_BYTES, Layout, Shard
 from rallypoint.core.modes import StateHolder
 from rallypoint.core.optimizer import of_shard
 from rallypoint.core.shard.effects import Apply
@@ -112,16 +112,15 @@ def newest_is_enough(config: JobConfig) -> bool:
     return config.mode.holder is StateHolder.SERVERS
 
 
-_LEAST_BESIDE = 3 << 20  # bytes; handing an update over takes 40 us, as AdamW for 0.1 MiB of parameters
+LEAST_BESIDE = 3 << 20  # bytes that a thread is worth; handing work over takes 40 us, as AdamW for 0.1 MiB
 
 
-def updated_beside(job: ServerJob) -> frozenset[int]:
-    """The shards whose update, parameters and optimizer state together, is large enough for a thread of its own."""
+def worked_beside(job: ServerJob) -> dict[int, int]:
+    """The shards that threads may work on -> bytes of which an update computes: parameters and optimizer state."""
+    places = [s for s in job.shards if s.role == "parameters" and s.part is None and s.nbytes >= SHARD_BYTES // 2]
     if not newest_is_enough(job.config):
-        return frozenset()  # workers step
-    dense = [s for s in job.shards if s.role == "parameters" and s.part is None]
-    kept = {s.index: 1 + len(state_names(of_shard(job.config.applied, s.columns))[-1][0]) for s in dense}
-    return frozenset(s.index for s in dense if s.nbytes * kept[s.index] >= _LEAST_BESIDE)
+        return {s.index: 0 for s in places}  # workers step
+    return {s.index: s.nbytes * (1 + len(state_names(of_shard(job.config.applied, s.columns))[-1][0])) for s in places}
 
 
 class ShardFactory:

@@ -29,7 +29,7 @@ from rallypoint.net.transport import Limits
 from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
-from rallypoint.server.held import HeldShard, ShardFactory, newest_is_enough, updated_beside
+from rallypoint.server.held import LEAST_BESIDE, HeldShard, ShardFactory, newest_is_enough, worked_beside
 from rallypoint.server.job import ServerJob
 from rallypoint.server.parts import (
     AuditReports,
@@ -74,23 +74,29 @@ class ReducerParts:
     gathering: dict[int, None] = field(default_factory=dict)  # shards whose sum may take more from the inbox
 
 
+ForBackup = tuple[Buffer, int] | None  # what an update leaves: see `HeldShard.apply`
+
+
 @dataclass
 class _Update:
-    """An update that another thread makes. Its shard is that thread's until then: later effects on it wait."""
+    """Work that another thread does. Its shard is that thread's until then: later effects on it wait."""
 
-    effect: shard_effects.Apply
-    made: Future[tuple[Buffer, int] | None]
+    made: Future[ForBackup]
+    then: Callable[[ForBackup], None]
     waiting: deque[Callable[[], None]]
 
 
 class ShardEffects:
     """Runs effects. Call `run`; the other methods each handle a group of effects.
 
-    Updates of large shards are made by `threads`, if there are any, while the owner's thread goes on with other shards.
+    Much work on one shard is done by `threads`, if there are any, while the owner's thread goes on with other shards:
+    updates, and additions to a sum that have come together while the owner had other events. It makes the rest when it
+    is idle (`add_up`).
 
     Attributes:
         reductions: those of the view in force.
-        updating: by shard, the update that a thread makes.
+        adding: by shard, what is to be done to its sum.
+        updating: by shard, the work that a thread does.
         began: by shard, when the thread began with it. Other threads may look.
     """
 
@@ -98,9 +104,10 @@ class ShardEffects:
         self, parts: ReducerParts, put: Callable[[inbox.Event], None], threads: Executor | None = None
     ) -> None:
         self._parts, self._put, self.threads = parts, put, threads
+        self.adding: dict[int, list[Callable[[], None]]] = {}
         self.updating: dict[int, _Update] = {}
         self.began: dict[int, float] = {}
-        self._beside = frozenset[int]() if threads is None else updated_beside(parts.job)
+        self._beside, self.least = ({} if threads is None else worked_beside(parts.job)), LEAST_BESIDE
         self._cadence = parts.job.plan.cadence
         self._together = self._cadence.together
         self.reductions: tuple[int, ...] = ()
@@ -141,25 +148,33 @@ class ShardEffects:
 
     def _run_on(self, index: int, owned: HeldShard, effect: shard_effects.Effect) -> None:
         match effect:
+            case shard_effects.Take() | shard_effects.Add() if index in self.adding and self._is_much(index, owned):
+                self._hand_over(index)
+                self.updating[index].waiting.appendleft(partial(self._run_on, index, owned, effect))
             case shard_effects.Take():
                 buffer = self._tickets.settle(effect.ticket, early=effect.at if effect.early else None)
-                owned.take(buffer, effect.weight if effect.count == 1 else 1.0, effect.base, effect.at)
+                take = partial(owned.take, buffer, effect.weight if effect.count == 1 else 1.0, effect.base, effect.at)
+                if index in self.adding:
+                    self.adding[index].append(take)
+                else:
+                    take()
             case shard_effects.Merge(left=left, right=right):
-                with self._tracer.span("reduce", shard=index):
-                    owned.merge(left, right)
+                self._add(index, partial(owned.merge, left, right))
             case shard_effects.OnTime(at=at):
                 self._tickets.on_time(index, at)
             case shard_effects.Add(ticket=ticket, weight=weight, base=base):
-                with self._tracer.span("reduce", shard=index):
-                    owned.add(self._tickets.settle(ticket), weight, base)
+                self._add(index, partial(owned.add, self._tickets.settle(ticket), weight, base))
             case shard_effects.Hold(ticket=ticket, credit=credit):
                 self._tickets.hold(ticket, always=credit)
             case shard_effects.Drop(ticket=ticket, fault=fault):
                 self._tickets.drop(ticket, fault)
             case shard_effects.Finish():
                 self._ledger.finished(index, effect.replicas)
-                owned.mean(effect.total_weight)
-                self.run(self._parts.decisions.measured(owned, effect))
+                if index in self._beside:
+                    self._finish_beside(index, owned, effect)
+                else:
+                    owned.mean(effect.total_weight)
+                    self.run(self._parts.decisions.measured(owned, effect))
             case shard_effects.Apply():
                 self._apply(index, owned, effect)
             case shard_effects.Publish(version=version):
@@ -173,6 +188,7 @@ class ShardEffects:
 
     def _run_rare(self, index: int, owned: HeldShard, effect: shard_effects.Effect) -> None:
         parts = self._parts
+        self.add_up(index)
         match effect:
             case shard_effects.InstallFirst(ticket=ticket, version=version):
                 nbytes = self._tickets.nbytes(ticket)
@@ -214,41 +230,85 @@ class ShardEffects:
             parts.context.say(NotStored(parts.capture.snapshot, "a codec state did not come", at))
         parts.gathering.pop(index, None)
         timed = effect if self._together and not self.reductions else self._timed(index, effect)
-        if index in self._beside and self.threads is not None:
-            made = self.threads.submit(self._update_beside, index, owned, timed)
-            before = self.updating.get(index)
-            self.updating[index] = _Update(effect, made, deque() if before is None else before.waiting)
-            made.add_done_callback(lambda made: self._put(inbox.UpdateMade(index, made)))
-        else:
-            self._updated(index, owned, effect, self._update(index, owned, timed))
+        if self._is_much(index, owned, self._beside.get(index, 0)):
+            self._hand_over(
+                index, partial(self._update, index, owned, timed), then=partial(self._updated, index, owned, effect)
+            )
+            return
+        self.add_up(index)
+        self._updated(index, owned, effect, self._update(index, owned, timed))
 
-    def _update_beside(self, index: int, owned: HeldShard, update: shard_effects.Apply) -> tuple[Buffer, int] | None:
+    def _finish_beside(self, index: int, owned: HeldShard, effect: shard_effects.Finish) -> None:
+        self._add(index, partial(owned.mean, effect.total_weight))
+        if effect.measure and self._is_much(index, owned):
+            self._hand_over(index, then=lambda _: self.run(self._parts.decisions.measured(owned, effect)))
+        elif effect.measure:
+            self.add_up(index)
+            self.run(self._parts.decisions.measured(owned, effect))
+        # otherwise the update takes it along
+
+    # ---- work on one shard: on a thread, or here while the owner is idle ----
+
+    def _add(self, index: int, do: Callable[[], None]) -> None:
+        """Do this to the shard's sum: now, or later, if a thread may."""
+        if index in self._beside:
+            self.adding.setdefault(index, []).append(do)
+        else:
+            self._add_up(index, (do,))
+
+    def _is_much(self, index: int, owned: HeldShard, update: int = 0) -> bool:
+        """Is it worth a thread, together with `update` bytes?"""
+        return index in self._beside and len(self.adding.get(index, ())) * owned.shard.nbytes + update >= self.least
+
+    def _hand_over(
+        self, index: int, update: Callable[[], ForBackup] = lambda: None,
+        then: Callable[[ForBackup], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """Let a thread add up a shard's sum and then `update` it. Afterwards the owner's thread calls `then`."""
+        assert self.threads is not None
+        made = self.threads.submit(self._work, index, self.adding.pop(index, ()), update)
+        before = self.updating.get(index)
+        self.updating[index] = _Update(made, then, deque() if before is None else before.waiting)
+        made.add_done_callback(lambda made: self._put(inbox.UpdateMade(index, made)))
+
+    def _work(self, index: int, todo: Sequence[Callable[[], None]], update: Callable[[], ForBackup]) -> ForBackup:
         self.began[index] = time.monotonic()
-        made = self._update(index, owned, update)
+        self._add_up(index, todo)
+        made = update()
         del self.began[index]
         return made
 
-    def _update(self, index: int, owned: HeldShard, update: shard_effects.Apply) -> tuple[Buffer, int] | None:
+    def add_up(self, index: int | None = None) -> None:
+        """Make what is to be added to a shard's sum, on this thread; None: of one of the shards that have any."""
+        index = next(iter(self.adding), -1) if index is None else index
+        self._add_up(index, self.adding.pop(index, ()))
+
+    def _add_up(self, index: int, todo: Sequence[Callable[[], None]]) -> None:
+        if todo:
+            with self._tracer.span("reduce", shard=index):
+                for do in todo:
+                    do()
+
+    def _update(self, index: int, owned: HeldShard, update: shard_effects.Apply) -> ForBackup:
         with self._tracer.span("apply", shard=index, step=update.step):
             return owned.apply(update)
 
-    def updated(self, index: int, made: Future[tuple[Buffer, int] | None] | None = None) -> None:
-        """Go on with a shard: wait for its update (`made`: only if it is this one), and run what waits for it."""
+    def updated(self, index: int, made: Future[ForBackup] | None = None) -> None:
+        """Go on with a shard: wait for the work on it (`made`: only if it is this), and run what waits for it."""
         while (update := self.updating.get(index)) is not None and made in (None, update.made):
-            self._updated(index, self._owned[index], update.effect, update.made.result())
+            update.then(update.made.result())
             while update.waiting and self.updating[index] is update:  # what comes of these stands behind the others
                 update.waiting.popleft()()
             if self.updating[index] is update:
                 del self.updating[index]
 
     def settle(self) -> None:
-        """Wait for every update: for events that may need the tensors of any shard."""
-        while self.updating:
-            self.updated(next(iter(self.updating)))
+        """Do all work on shards: for events that may need the tensors of any."""
+        while self.updating or self.adding:
+            self.add_up()
+            self.updated(next(iter(self.updating), -1))
 
-    def _updated(
-        self, index: int, owned: HeldShard, effect: shard_effects.Apply, finished: tuple[Buffer, int] | None
-    ) -> None:
+    def _updated(self, index: int, owned: HeldShard, effect: shard_effects.Apply, finished: ForBackup) -> None:
         parts = self._parts
         if parts.fingerprints is not None:
             parts.fingerprints.applied(index, effect.version, owned)
@@ -280,6 +340,7 @@ class ShardEffects:
 
     def _disown(self, index: int) -> None:
         self.updated(index)
+        self.add_up(index)
         self._tickets.drop_all(index)
         if self._parts.capture is not None:
             self._parts.capture.disowned(index)
@@ -365,7 +426,7 @@ class Reducer:
     def handle(self, event: inbox.Event) -> None:
         """Handle one event."""
         kind = type(event)
-        if self._effects.updating and kind not in _WHILE_UPDATED:
+        if (self._effects.updating or self._effects.adding) and kind not in _WHILE_UPDATED:
             self._effects.settle()
         self._handlers[kind](event)
         if self._pulls.wait:
@@ -375,6 +436,8 @@ class Reducer:
         """A function to call while the inbox is empty; None if there is nothing to do."""
         if self._parts.gathering:
             return self._fold_one
+        if self._effects.adding:
+            return self._effects.add_up
         if self.capture is not None and self.capture.due:
             return self.capture.copy_one
         return None

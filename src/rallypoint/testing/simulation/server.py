@@ -104,7 +104,7 @@ class SimulatedServer(PlayedMember, ServerService):
         self.world, self.job, self.store = world, job, store
         self.decided: dict[tuple[ViewNumber, int], tuple[int, float | None]] = {}  # shard and scale by step
         self.used: dict[tuple[ViewNumber, int, int, int], int] = {}  # generation, shard, replica, state -> step
-        self.leaving = self._folds = False
+        self.leaving = self._folds = self._adds = False
         self.taken_from: WireChannel  # from which the frame in progress came
         self._writer_of = cast(Any, lambda *about: PlayedWriter(self))
         super().__init__(Node(world, name), job, store.url)
@@ -136,7 +136,8 @@ class SimulatedServer(PlayedMember, ServerService):
     def update_beside(self) -> None:
         """From now on threads make the updates of parameters."""
         effects, job = self.reducer._effects, self._job
-        effects.threads, effects._beside = PlayedThreads(self), frozenset(job.plan.measured)
+        effects.threads, effects._beside = PlayedThreads(self), dict.fromkeys(job.plan.measured, 1 << 30)
+        effects.least = self.world.random.choice([0, 64, 192])
 
     def _take(self, event: Any) -> None:
         match event:
@@ -174,11 +175,20 @@ class SimulatedServer(PlayedMember, ServerService):
         self.node.later(self.world.random.uniform(0.0, self.decision_s), decide)
 
     def _rest(self) -> None:
-        while not self.reducer._parts.gathering and (work := self.reducer.idle_work()):
+        if self.reducer._effects.adding and not self._adds:
+            self._adds = True
+            self.node.later(self.world.random.uniform(0.0, UPDATE_S), self._add_up)
+        while not self._adds and not self.reducer._parts.gathering and (work := self.reducer.idle_work()):
             work()
         if self.reducer._parts.gathering and not self._folds:
             self._folds = True
             self.node.later(FOLD_S, self._fold)
+
+    def _add_up(self) -> None:
+        self._adds = False
+        if self.reducer._effects.adding:
+            self.reducer._effects.add_up()
+        self._rest()
 
     def _fold(self) -> None:
         self._folds = False
