@@ -34,7 +34,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import WORD_BYTES, TensorSpec, build_layout
 from rallypoint.core.plan.failures import NEVER
 from rallypoint.core.plan.pipeline import step_cost
-from rallypoint.core.plan.site import ACKNOWLEDGED, PAYLOAD, Servers, Site, Workers
+from rallypoint.core.plan.site import ACKNOWLEDGED, PAYLOAD, Rates, Servers, Site, Workers
 from rallypoint.core.plan.workload import Workload
 from rallypoint.core.protocol import Applied, Beat, CaughtUp, Leaving, Propose, ViewChange, encode
 from rallypoint.core.sums import blocks_of
@@ -69,6 +69,7 @@ class Sites(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ONE_SITE = Sites(count=1, rate=math.inf)
+SPEEDS = Rates(threads=4)  # a server has a machine with four cores or more
 
 
 def uplink_bytes(workload: Workload, sites: Sites) -> float:
@@ -373,6 +374,7 @@ def round_seconds(scenario: Scenario, groups: Mapping[Group, int], servers: int,
         workers=workers, servers=(Servers(servers, scenario.server_rate),), replication=size.replication,
         aggregators=size.racks > 0, rack=-(-size.workers // size.racks) if size.racks else 0,
         aggregator_rate=scenario.aggregator_rate or scenario.server_rate, uplink=scenario.uplink, blocks=blocks,
+        speeds=SPEEDS,
     )  # fmt: skip
     return workload.steps * sites_seconds(workload, scenario.sites, step_cost(workload, site).seconds)
 

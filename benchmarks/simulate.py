@@ -21,13 +21,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from rallypoint.core.plan.failures import NEVER
-from rallypoint.core.plan.site import Rates
 from rallypoint.core.plan.workload import SENT_BYTES, Workload, transformer
 from rallypoint.errors import ConfigError, RallypointError, UsageError, to_install
 from rallypoint.launch.commands.costing import count_of, rate_of, seconds_of
 from rallypoint.launch.options import with_options
 from rallypoint.launch.plan import option
-from scale_cluster import ONE_SITE, Play, PlayOutcome, Scenario, Sites, Size, sites_seconds
+from scale_cluster import ONE_SITE, SPEEDS, Play, PlayOutcome, Scenario, Sites, Size, sites_seconds
 
 _CLUSTER, _JOB, _TROUBLE, _OUTPUT = "The cluster", "The job", "What goes wrong", "Output"
 
@@ -166,14 +165,14 @@ def _sites_of(options: ScaleOptions) -> Sites:
 
 def limits_of(scenario: Scenario) -> dict[str, float]:
     """The seconds that each thing would take of an undisturbed step if all others took none."""
-    workload, size, speeds = scenario.workload, scenario.size, Rates()
+    workload, size = scenario.workload, scenario.size
     senders = size.racks or size.workers
     nbytes = workload.nbytes
     limits = {
         "computing": workload.compute * workload.steps,
         "a worker's link": nbytes / scenario.rate,
         "a server's link": senders * nbytes / size.servers / scenario.server_rate,
-        "a server's core": nbytes / size.servers * (senders * speeds.add + speeds.apply),
+        "a server's cores": SPEEDS.server(senders, nbytes / size.servers),
     }
     if size.racks:
         near = size.workers / size.racks

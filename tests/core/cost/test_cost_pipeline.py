@@ -23,7 +23,7 @@ from rallypoint.core.plan.workload import Layer, Workload, transformer
 
 MBIT = 1e6 / 8
 NETLAB_QUEUE = 512 * 1024.0  # what `tests/support/netlab.py` lets wait at a port
-IDEAL = {"losses": None, "speeds": Rates(add=0.0, apply=0.0, latency=0.0)}
+IDEAL = {"losses": None, "speeds": Rates(add=0.0, apply=0.0, own=0.0, latency=0.0)}
 
 
 def site(workers: int, servers: int, mbit: float, **more: object) -> Site:

@@ -432,8 +432,7 @@ class Pipeline:
         nbytes = WORD_BYTES * bundle.words
         senders = sum(self._wiring.senders(i) for i in range(len(self._computing)))
         last = (speeds.add + speeds.apply) * nbytes  # the others' contributions were added as they came
-        busy = (senders * speeds.add + speeds.apply) * nbytes
-        done = max(self._now + last, self._free[bundle.group] + busy)
+        done = max(self._now + last, self._free[bundle.group] + speeds.server(senders, nbytes))
         self._free[bundle.group] = done
         if not self._workload.clip:
             self._after(done - self._now, lambda: self._applied(index, step))
