@@ -13,13 +13,17 @@ from rallypoint.codec.spec import TopK
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import Shard
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
+from rallypoint.core.protocol import Hello, Pause, SnapshotWanted
 from rallypoint.core.worker.handover import CodecStateCustody, StateHandover
 from rallypoint.server.snapshots import StateRelay
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.member import COORDINATOR, Given
+from rallypoint.testing.simulation.network import Node
+from rallypoint.testing.simulation.operating.resuming import LAUNCHER, RESUME
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import CodecStatePlay, parse_policy, word_for
-from rallypoint.testing.simulation.run import play, simulate
+from rallypoint.testing.simulation.run import Simulation, play, simulate
 from rallypoint.testing.simulation.worker import SimulatedWorker
 from support.failing import first_failure
 
@@ -120,6 +124,34 @@ def test_a_codec_state_between_two_workers_is_not_lost_when_its_shard_moves(seed
     faults = (Fault(4.0, "crash", "server", 200.0), Fault(4.0 + after, "join", "server"))
     play(Plan(seed, job, terms, 2, 2, faults))
     assert not job.lost
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.6])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_paused_job_is_stored_with_its_codec_states_and_goes_on_with_the_same_bytes(seed: int, late_s: float) -> None:
+    """Also if a worker hears of the pause when it has contributed to the step before which the others stop."""
+    job = SimulatedJob(replicas=5, codec=TopK(), compute_s=0.05)
+    terms = Terms(workers_start=2, workers_max=2, servers=2, snapshots=True, heartbeat=30.0)
+    simulation = Simulation(Plan(seed, job, terms, 2, 2, (Fault(1.0, RESUME, LAUNCHER, 1),)))
+    world, ahead = simulation.world, list[tuple[int, ...]]()
+
+    def pause() -> None:
+        world.partition("worker1", COORDINATOR, late_s)
+        Given(Node(world, "operator"), Pause(), lambda *_: ask_for_a_snapshot())
+
+    def ask_for_a_snapshot() -> None:
+        hello = Hello("observer", "operator", "host", "", 0)
+        world.connect(Node(world, "another"), COORDINATOR, hello, lambda wire: wire.send(0, SnapshotWanted()), id)
+
+    def stored(record: ShardRecord) -> None:
+        ahead.append(record.ahead)
+        SimulatedJob.check_stored(job, record)
+
+    object.__setattr__(job, "check_stored", stored)
+    world.at(0.8, pause)
+    simulation.run()
+    assert simulation._resuming._snapshot is not None, "there was none to go on from"
+    assert any(ahead) == (late_s > 0)
 
 
 @pytest.mark.slow

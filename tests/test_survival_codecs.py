@@ -170,6 +170,26 @@ def test_a_snapshot_has_the_codec_states_and_a_resumed_run_ends_with_the_same_by
     assert cluster.hash == undisturbed(codec)
 
 
+@pytest.mark.some("topk")
+@pytest.mark.parametrize("codec", ["topk", "powersgd"])
+def test_a_paused_job_is_stored_with_its_codec_states_and_goes_on_with_the_same_bytes(
+    cluster_of: Make, undisturbed: Hashes, codec: str
+) -> None:
+    """Copies of codec states went only with the next step's contributions: the snapshot waited for them."""
+    cluster = cluster_of(codec)
+    cluster.run("--workers", "2", "--servers", "2")
+    cluster.until_caught_up(AT)
+    assert cluster.ask("pause", str(cluster.folder)) == 0
+    cluster.open(STEPS)
+    cluster.until(lambda: f"before step {AT + 1}" in cluster.output and cluster.events("StepDone")[-1]["step"] == AT)
+    assert cluster.ask("snapshot", str(cluster.folder)) == 0
+    assert cluster.events("Snapshotted")[-1]["version"] == AT + 1
+    cluster.kill_everything()
+    cluster.resume()
+    assert cluster.ended() == 0, cluster.output
+    assert cluster.hash == undisturbed(codec)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["topk", "dgc"])
 def test_after_a_roll_back_a_run_ends_with_the_same_bytes(cluster_of: Make, undisturbed: Hashes, codec: str) -> None:

@@ -22,12 +22,13 @@ import msgspec
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine, is_between
 from rallypoint.core.worker.ending import Ending, LeasedVersion, Reaching
-from rallypoint.core.worker.handover import NoCodecStates, Paths
+from rallypoint.core.worker.handover import Key, NoCodecStates, Paths
 from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.slots import (
     Action,
     Arriving,
     Compute,
+    CopyState,
     DropArriving,
     Effect,
     Ended,
@@ -48,7 +49,13 @@ from rallypoint.core.worker.streaming import StreamMachine
 
 
 class WorkerSnapshots:
-    """The interface, for jobs in which nothing of a worker goes into a snapshot: the servers write it alone."""
+    """The interface, for jobs in which nothing of a worker goes into a snapshot: the servers write it alone.
+
+    Attributes:
+        version: that of the snapshot that needs codec states; 0: none.
+    """
+
+    version = 0
 
     def wanted(self, snapshot: Store) -> None:
         """The coordinator asks for this worker's part of `snapshot`."""
@@ -63,6 +70,13 @@ class WorkerSnapshots:
     def copies(self, send: Send) -> bool:
         """True if the codec state before this contribution belongs to the requested snapshot."""
         return False
+
+    def owed(self, replicas: Iterable[int], paths: Paths, view: ViewNumber) -> list[CopyState]:
+        """The copies of these replicas' codec states that may be sent now, and were not. Changes nothing."""
+        return []
+
+    def sent(self, copies: Iterable[CopyState], paths: Paths) -> None:
+        """What `owed` has returned is on its way."""
 
     def rolled_back(self) -> None:
         """Drop the request for codec states: a new generation has begun."""
@@ -86,21 +100,41 @@ class ModelShares(WorkerSnapshots):
 
 class CodecStateSnapshots(WorkerSnapshots):
     """For codecs with states, those of `shards`: the states of version v are those before the first contribution
-    computed from v. A server that does not get them all gives the snapshot up: this worker may hear of it too late."""
+    computed from v, or after it and with it. They go with that contribution; or at once, if it was sent already, or is
+    not computed for now (the job is paused). A server that does not get them all gives the snapshot up."""
 
     def __init__(self, machine: WorkerMachine, shards: Collection[int]) -> None:
         self._machine, self._shards = machine, shards
-        self._captured = -1
+        self._sent: dict[Key, tuple[str, int] | None] = {}  # on which connection; None: with the contribution
 
     def wanted(self, snapshot: Store) -> None:
-        self._captured = snapshot.version
+        self.version = snapshot.version
+        self._sent.clear()
 
     def copies(self, send: Send) -> bool:
-        before = self._machine.cadence.updates_before(send.shard, self._captured)
-        return send.step == before > 0 and send.shard in self._shards
+        if not (send.step == self._before(send.shard) > 0 and send.shard in self._shards):
+            return False
+        self._sent[send.shard, send.replica] = None
+        return True
+
+    def owed(self, replicas: Iterable[int], paths: Paths, view: ViewNumber) -> list[CopyState]:
+        ways = [(shard, self._before(shard), paths.to(shard)) for shard in self._shards]
+        return [
+            CopyState(shard, replica, before, way[0], view)
+            for replica in replicas for shard, before, way in ways
+            if before > 0 and way is not None and self._sent.get((shard, replica), ()) not in (None, way)
+        ]  # fmt: skip
+
+    def sent(self, copies: Iterable[CopyState], paths: Paths) -> None:
+        for copy in copies:
+            self._sent[copy.shard, copy.replica] = paths.to(copy.shard)
+
+    def _before(self, shard: int) -> int:
+        return self._machine.cadence.updates_before(shard, self.version)
 
     def rolled_back(self) -> None:
-        self._captured = -1
+        self.version = 0
+        self._sent.clear()
 
 
 _LONGEST_REST = 64  # steps
@@ -390,22 +424,36 @@ class WorkerShell:
     def may_prepare(self) -> bool:
         """True if `prepare` would do something now. Changes nothing."""
         known = self.states.kept and self._view is not None
-        return known and self.states.may_prepare(self._awaited(), self.paths)
+        return known and (self.states.may_prepare(self._awaited(), self.paths) or bool(self._owed()))
 
     def prepare(self) -> list[Effect]:
         """Recall the codec states of the next replica. Call it when the main thread is about to wait.
 
         It also gives back the codec states of a replica that was reassigned before the main thread began to compute it:
-        its new worker waits for them. Returns the effects to run.
+        its new worker waits for them. And it copies those that a snapshot needs. Returns the effects to run.
         """
         if not self.states.kept or self._view is None:
             return []
         self._about = None
-        return [*self._keep_only(self.machine.keeps), *self.states.prepare(self._awaited(), self.paths)]
+        effects = [*self._keep_only(self.machine.keeps), *self.states.prepare(self._awaited(), self.paths)]
+        owed = self._owed()
+        self.snapshots.sent(owed, self.paths)
+        return [*effects, *owed]
 
     def _awaited(self) -> int | None:
+        """The replica whose codec states are needed next; in a snapshot's version those of all are."""
         action = self.machine.next_action()
-        return action.replica if isinstance(action, Compute) and action.replica in self.machine.assigned else None
+        if not isinstance(action, Compute) or action.replica not in self.machine.assigned:
+            return None
+        own = (action.replica, *sorted(self.machine.assigned))
+        missing = [replica for replica in own if not self.states.ready(replica)]
+        return missing[0] if missing and self.machine.step == self.snapshots.version else action.replica
+
+    def _owed(self) -> list[CopyState]:
+        if self.machine.step != self.snapshots.version or self.next_action() is not None:
+            return []
+        ready = [replica for replica in sorted(self.machine.assigned) if self.states.ready(replica)]
+        return self.snapshots.owed(ready, self.paths, self.number)
 
     def finish(self) -> None:
         """The job has finished: nothing is left to do, and what is being computed will not be used."""

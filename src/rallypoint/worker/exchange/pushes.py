@@ -26,6 +26,7 @@ from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import (
     CodecEffect,
     Compute,
+    CopyState,
     Filled,
     Give,
     Install,
@@ -36,7 +37,7 @@ from rallypoint.core.worker.slots import (
 )
 from rallypoint.errors import ProtocolError
 from rallypoint.net.channel import Rank
-from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header, Kind, wants
+from rallypoint.net.frames import AHEAD, BAD_GRADIENT, COPY, NOT_FINITE, Header, Kind, wants
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.optim import Pieces
 from rallypoint.worker.exchange.links import Links, nothing
@@ -110,14 +111,16 @@ class Encoder:
             return codec_state
 
     def copy(self, shard: int, replica: int, step: int) -> CodecState | None:
-        """Return a copy of the codec state of (shard, replica) after `step`, without data if the next contribution is
-        encoded without one; None if that was encoded already."""
+        """Return a copy of the codec state with which the contribution to `step` is encoded, without data if there is
+        none; or of the one after it, which has that contribution. None if a later one was encoded already."""
         key = (shard, replica)
         with self._lock:
-            kept = self._kept.get(key, (-1, None))[0]
-            if kept > step or self.closed:
+            kept, _ = self._kept.get(key, (None, None))
+            encoding = encoding_of(kept, step, drops=self._config.quorum is not None)
+            if encoding is Encoding.OVER or self.closed:
                 return None
-            return self._dump(key) if kept == step else CodecState(step, 0, memoryview(b""))
+            without = kept is None or encoding is Encoding.ANEW
+            return CodecState(step - 1, 0, memoryview(b"")) if without else self._dump(key)
 
     def take(self, shard: int, replica: int, codec_state: CodecState | None) -> None:
         """Install a codec state that another worker had; None drops the one here.
@@ -467,6 +470,8 @@ class CodecStates:
                     self._given[shard, replica] = codec_state
                 else:
                     self._given.pop((shard, replica), None)
+            case CopyState():
+                self.copy(effect)
             case Give(shard=shard, replica=replica, server=server):
                 given = self._given.get((shard, replica))
                 self._send(server, _header(shard, replica, given), None if given is None else given.data)
@@ -497,12 +502,13 @@ class CodecStates:
             self._locked.apply(lambda: self._shell.states.hand_over(self._shell.paths))
         return self._shell.states.settled
 
-    def copy(self, send: Send) -> None:
-        """Send the codec state of the step before, for a snapshot. Call it before this step's contribution is sent."""
-        codec_state = self._encoder.copy(send.shard, send.replica, send.step - 1)
+    def copy(self, of: Send | CopyState) -> None:
+        """Send the codec state of the step before, for a snapshot; at the latest before the next step's."""
+        codec_state = self._encoder.copy(of.shard, of.replica, of.step)
         if codec_state is not None:
-            header = _header(send.shard, send.replica, codec_state)._replace(base=COPY)
-            self._send(send.server, header, codec_state.data, send.view)
+            base = COPY if codec_state.step < of.step else AHEAD
+            header = _header(of.shard, of.replica, codec_state)._replace(step=of.step - 1, base=base)
+            self._send(of.server, header, codec_state.data, of.view)
 
     def _send(self, server: str, header: Header, payload: memoryview | None, view: ViewNumber | None = None) -> None:
         """Send under the number of `view`, or of the view in force if `view` is None."""
