@@ -14,7 +14,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import Shard
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.protocol import Hello, Pause, SnapshotWanted
-from rallypoint.core.worker.handover import CodecStateCustody, StateHandover
+from rallypoint.core.worker.handover import CodecStateCustody
 from rallypoint.server.snapshots import StateRelay
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.job import SimulatedJob
@@ -164,7 +164,7 @@ def test_no_plan_that_promises_the_bytes_loses_a_codec_state() -> None:
     assert [seed for seed, plan in plans.items() if plan.job.lost] == []
 
 
-def _nothing_is_given(self: StateHandover, keeps: frozenset[int]) -> list[Any]:
+def _nothing_is_given(self: CodecStateCustody, keeps: frozenset[int]) -> list[Any]:
     """The worker lets go of replicas, and says nothing to the primaries."""
     self._here &= keeps
     return []
@@ -174,7 +174,7 @@ def _a_roll_back_changes_nothing(self: CodecStateCustody) -> None:
     """The encoder goes on with codec states of a stale generation."""
 
 
-def _nobody_waits(self: StateHandover, replica: int) -> bool:
+def _nobody_waits(self: CodecStateCustody, replica: int) -> bool:
     """A replica is computed before its codec states have come."""
     return True
 
@@ -185,8 +185,8 @@ def _no_copies(self: StateRelay, record: ShardRecord, place: Shard) -> bool:
 
 
 @pytest.mark.parametrize(("owner", "name", "bug", "sentence", "first"), [
-    (StateHandover, "release", _nothing_is_given, "stuck after|made from", 0),
-    (StateHandover, "ready", _nobody_waits, "made from", 0),
+    (CodecStateCustody, "release", _nothing_is_given, "stuck after|made from", 0),
+    (CodecStateCustody, "ready", _nobody_waits, "made from", 0),
     (CodecStateCustody, "rolled_back", _a_roll_back_changes_nothing, "codec state of generation|state is ahead", 0),
     (StateRelay, "awaited", _no_copies, "is stored with codec states", 0),
 ], ids=["nothing is given", "nobody waits", "not rolled back", "not in snapshots"])  # fmt: skip

@@ -19,7 +19,7 @@ from rallypoint.core.placing.speeds import Speeds
 from rallypoint.core.placing.view_change import following_assignments
 from rallypoint.core.shard.relay import Relay, StateAnswer
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.core.worker.handover import Paths, StateHandover
+from rallypoint.core.worker.handover import CodecStateCustody, Paths
 
 REPLICAS, SHARDS, ROUNDS, MOST_WORKERS = 3, 2, 12, 4
 HOMES = {shard: f"server{shard}" for shard in range(SHARDS)}
@@ -60,7 +60,7 @@ class Worker:
     view: View
     step: int = 0
     leaving: bool = False
-    handover: StateHandover = field(default_factory=lambda: StateHandover(tuple(range(SHARDS))))
+    handover: CodecStateCustody = field(default_factory=lambda: CodecStateCustody(tuple(range(SHARDS))))
     codec_states: dict[tuple[int, int], tuple[int, Lineage]] = field(default_factory=dict)
     given: dict[tuple[int, int], tuple[int, Lineage] | None] = field(default_factory=dict)
     delivered: set[tuple[int, int]] = field(default_factory=set)  # (shard, replica) of this step

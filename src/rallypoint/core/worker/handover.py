@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from rallypoint.core.worker.slots import Effect, Give, Recall, ReleaseState, ResetCodecs
@@ -43,32 +43,118 @@ class Paths:
         return (home, self.connections[home]) if home in self.connections else None
 
 
-@dataclass(slots=True)
-class StateHandover:
-    """The codec states that this worker holds, recalls and gives. `shards` are those whose codec has states.
+class NoCodecStates:
+    """The interface, for jobs whose codecs have no state: any worker may compute any replica at once."""
 
-    `missing`: for each replica being recalled, the shards that have not answered.
-    """
-
-    shards: tuple[int, ...]
-    _here: set[int] = field(default_factory=set)  # replicas whose codec states are here, or that start with none
-    missing: dict[int, set[int]] = field(default_factory=dict)
-    _asked: dict[Key, tuple[str, int]] = field(default_factory=dict)  # recalls: the connection that each was sent on
-    _giving: dict[Key, tuple[str, int] | None] = field(default_factory=dict)  # not acknowledged: connection, or None
+    kept = False  # True if the job's codecs have states
+    missing: Mapping[int, AbstractSet[int]] = MappingProxyType({})  # replicas being recalled: who has not answered
 
     @property
     def settled(self) -> bool:
         """True when no codec states are here or recalled, and the primaries have acknowledged all that were given."""
+        return True
+
+    def ready(self, replica: int) -> bool:
+        """True if this worker has all codec states of `replica`."""
+        return True
+
+    def may_prepare(self, replica: int | None, paths: Paths) -> bool:
+        """True if `prepare` would return an effect now."""
+        return False
+
+    def prepare(self, replica: int | None, paths: Paths) -> list[Effect]:
+        """Between two replicas: drop stale codec states, and recall the missing ones of `replica`, which is next.
+
+        Only the main thread calls it, while it computes nothing: the encoder is not in use then.
+        """
+        return []
+
+    def begin(self, replica: int) -> None:
+        """The main thread begins to compute `replica`. If it is not `ready`, its states are given back at its end."""
+
+    def end(self) -> frozenset[int]:
+        """The main thread has ended the replica. Returns the replicas to give back even if they stay assigned."""
+        return frozenset()
+
+    def keep_only(self, replicas: AbstractSet[int], paths: Paths) -> list[Effect]:
+        """Keep the codec states of `replicas` only; return the effects that give all others to the primaries."""
+        return []
+
+    def hand_over(self, paths: Paths) -> list[Effect]:
+        """This worker ends, whatever its main thread does: give all codec states to the primaries, and recall none."""
+        return []
+
+    def rolled_back(self) -> None:
+        """Drop all codec states: a new generation has begun and they are stale."""
+
+    def answered(self, shard: int, replica: int) -> bool:
+        """The shard's primary has answered a recall. Returns False if this worker does not wait for that answer."""
+        return False
+
+    def taken(self, shard: int, replica: int) -> None:
+        """The shard's primary has acknowledged a codec state."""
+
+
+class CodecStateCustody(NoCodecStates):
+    """For jobs whose codecs have states for `shards`: those that this worker holds, recalls and gives."""
+
+    kept = True
+
+    def __init__(self, shards: tuple[int, ...]) -> None:
+        self.shards = shards
+        self.missing: dict[int, set[int]] = {}
+        self._here = set[int]()  # replicas whose codec states are here, or that start with none
+        self._asked: dict[Key, tuple[str, int]] = {}  # recalls: the connection that each was sent on
+        self._giving: dict[Key, tuple[str, int] | None] = {}  # not acknowledged: the connection, or None
+        self._stale = False  # the encoder still has to drop the states of the last generation
+        self._over = False  # `hand_over` was called
+        self._borrowed = frozenset[int]()
+
+    @property
+    def settled(self) -> bool:
         return not (self._here or self.missing or self._giving)
 
     def ready(self, replica: int) -> bool:
-        """True if this worker may compute `replica`: all of its codec states are here."""
-        return replica in self._here
+        return not (self._stale or self._over) and replica in self._here
 
-    def drop_all(self) -> None:
-        """Drop everything: a new generation has begun and all codec states are stale."""
+    def may_prepare(self, replica: int | None, paths: Paths) -> bool:
+        if replica is None or self._over or replica in self._here:
+            return self._stale
+        return self._stale or bool(self._unasked(replica, paths))
+
+    def prepare(self, replica: int | None, paths: Paths) -> list[Effect]:
+        effects: list[Effect] = [ResetCodecs()] if self._stale else []
+        self._stale = False
+        if replica is None or self._over:
+            return effects
+        effects += self._give(paths)  # before the recall: it may be for states that this worker itself gives
+        return [*effects, *(Recall(shard, replica, server) for shard, server in self.recall(replica, paths))]
+
+    def begin(self, replica: int) -> None:
+        if replica not in self._here:
+            self.borrow(replica)
+            self._borrowed = frozenset({replica})
+
+    def end(self) -> frozenset[int]:
+        borrowed, self._borrowed = self._borrowed, frozenset()
+        return borrowed
+
+    def keep_only(self, replicas: AbstractSet[int], paths: Paths) -> list[Effect]:
+        released: list[Effect] = [ReleaseState(*key) for key in self.release(replicas)]
+        return [*released, *self._give(paths)]
+
+    def hand_over(self, paths: Paths) -> list[Effect]:
+        self._over = True
+        return self.keep_only(frozenset(), paths)
+
+    def rolled_back(self) -> None:
+        self._stale = True
+        self._borrowed = frozenset()
         for known in (self._here, self.missing, self._asked, self._giving):
             known.clear()
+
+    def _give(self, paths: Paths) -> list[Effect]:
+        return [Give(shard, replica, server) for shard, replica, server in self.to_give(paths)]
 
     def recall(self, replica: int, paths: Paths) -> list[tuple[int, str]]:
         """Recall the codec states of `replica`. Returns (shard, server) for each request to send now."""
@@ -86,7 +172,6 @@ class StateHandover:
         return [(shard, way) for shard, way in ways if way is not None and self._asked.get((shard, replica)) != way]
 
     def answered(self, shard: int, replica: int) -> bool:
-        """The shard's primary has answered a recall. Returns False if this worker does not wait for that answer."""
         missing = self.missing.get(replica, set())
         if shard not in missing:
             return False
@@ -133,109 +218,7 @@ class StateHandover:
         return sends
 
     def taken(self, shard: int, replica: int) -> None:
-        """The shard's primary has acknowledged the codec state (or no longer needs it)."""
         self._giving.pop((shard, replica), None)
-
-
-class NoCodecStates:
-    """The interface, for jobs whose codecs have no state: any worker may compute any replica at once."""
-
-    kept = False  # True if the job's codecs have states
-    settled = True  # see `StateHandover.settled`
-    missing: Mapping[int, AbstractSet[int]] = MappingProxyType({})  # see `StateHandover`
-
-    def ready(self, replica: int) -> bool:
-        """True if this worker has all codec states of `replica`."""
-        return True
-
-    def may_prepare(self, replica: int | None, paths: Paths) -> bool:
-        """True if `prepare` would return an effect now."""
-        return False
-
-    def prepare(self, replica: int | None, paths: Paths) -> list[Effect]:
-        """Between two replicas: drop stale codec states, and recall the missing ones of `replica`, which is next.
-
-        Only the main thread calls it, while it computes nothing: the encoder is not in use then.
-        """
-        return []
-
-    def begin(self, replica: int) -> None:
-        """The main thread begins to compute `replica`. If it is not `ready`, its states are given back at its end."""
-
-    def end(self) -> frozenset[int]:
-        """The main thread has ended the replica. Returns the replicas to give back even if they stay assigned."""
-        return frozenset()
-
-    def keep_only(self, replicas: AbstractSet[int], paths: Paths) -> list[Effect]:
-        """Keep the codec states of `replicas` only; return the effects that give all others to the primaries."""
-        return []
-
-    def hand_over(self, paths: Paths) -> list[Effect]:
-        """This worker ends, whatever its main thread does: give all codec states to the primaries, and recall none."""
-        return []
-
-    def rolled_back(self) -> None:
-        """Drop all codec states: a new generation has begun and they are stale."""
-
-    def answered(self, shard: int, replica: int) -> bool:
-        """The shard's primary has answered a recall. Returns False if this worker does not wait for that answer."""
-        return False
-
-    def taken(self, shard: int, replica: int) -> None:
-        """The shard's primary has acknowledged a codec state."""
-
-
-class CodecStateCustody(StateHandover, NoCodecStates):  # type: ignore[misc, override]
-    """For jobs whose codecs have states for `shards`. States move with replicas: see `core/worker/handover.py`."""
-
-    kept = True
-
-    def __init__(self, shards: tuple[int, ...]) -> None:
-        StateHandover.__init__(self, shards)
-        self._stale = False  # the encoder still has to drop the states of the last generation
-        self._over = False  # `hand_over` was called
-        self._borrowed = frozenset[int]()
-
-    def ready(self, replica: int) -> bool:
-        return not (self._stale or self._over) and StateHandover.ready(self, replica)
-
-    def may_prepare(self, replica: int | None, paths: Paths) -> bool:
-        if replica is None or self._over or replica in self._here:
-            return self._stale
-        return self._stale or bool(self._unasked(replica, paths))
-
-    def prepare(self, replica: int | None, paths: Paths) -> list[Effect]:
-        effects: list[Effect] = [ResetCodecs()] if self._stale else []
-        self._stale = False
-        if replica is None or self._over:
-            return effects
-        effects += self._give(paths)  # before the recall: it may be for states that this worker itself gives
-        return [*effects, *(Recall(shard, replica, server) for shard, server in self.recall(replica, paths))]
-
-    def begin(self, replica: int) -> None:
-        if not StateHandover.ready(self, replica):
-            self.borrow(replica)
-            self._borrowed = frozenset({replica})
-
-    def end(self) -> frozenset[int]:
-        borrowed, self._borrowed = self._borrowed, frozenset()
-        return borrowed
-
-    def keep_only(self, replicas: AbstractSet[int], paths: Paths) -> list[Effect]:
-        released: list[Effect] = [ReleaseState(*key) for key in self.release(replicas)]
-        return [*released, *self._give(paths)]
-
-    def hand_over(self, paths: Paths) -> list[Effect]:
-        self._over = True
-        return self.keep_only(frozenset(), paths)
-
-    def rolled_back(self) -> None:
-        self._stale = True
-        self._borrowed = frozenset()
-        self.drop_all()
-
-    def _give(self, paths: Paths) -> list[Effect]:
-        return [Give(shard, replica, server) for shard, replica, server in self.to_give(paths)]
 
 
 class Encoding(enum.Enum):
