@@ -55,6 +55,10 @@ class Payload:
     buffer: Buffer
 
 
+class EncoderClosed(Exception):
+    """The codec states go to others: what would be encoded is not sent."""
+
+
 class Encoder:
     """Encodes contributions with the codecs of their groups, and decodes versions. Shards of buffers go raw both ways.
 
@@ -73,24 +77,24 @@ class Encoder:
         self._decoders = threading.local()
         self._pools = [None] * len(layout.shards) if narrow else _pools(layout, ShardCodecs(config, self._scratch))
         self.raw = frozenset(shard for shard, pool in enumerate(self._pools) if pool is None)  # not encoded
-        self.closed = False
+        self._encode_locked: Callable[..., Payload | None] = self._encode
 
     def encode(self, shard: int, step: int, replica: int, values: torch.Tensor) -> Payload | None:
         """Encode `values` (the shard's words, 1-D fp32) as a payload. The caller releases its buffer.
 
         Returns None if the contribution goes raw: the group's codec is raw, or the values contain a NaN or an infinity
-        that the codec cannot carry and that the servers must see; and once it is `closed`.
+        that the codec cannot carry and that the servers must see. Raises EncoderClosed after `close`.
         """
         pool = self._pools[shard]
         if pool is None:
             return None
         with self._lock:
-            return None if self.closed else self._encode((shard, replica), step, values, pool)
+            return self._encode_locked((shard, replica), step, values, pool)
 
     def close(self) -> None:
         """Encode nothing any more: the codec states go to others. Waits for what is being encoded."""
         with self._lock:
-            self.closed = True
+            self._encode_locked = _closed
 
     def reset(self) -> None:
         """Drop all codec states: a roll-back has made them stale."""
@@ -117,7 +121,7 @@ class Encoder:
         with self._lock:
             kept, _ = self._kept.get(key, (None, None))
             encoding = encoding_of(kept, step, drops=self._config.quorum is not None)
-            if encoding is Encoding.OVER or self.closed:
+            if encoding is Encoding.OVER or self._encode_locked is _closed:
                 return None
             without = kept is None or encoding is Encoding.ANEW
             return CodecState(step - 1, 0, memoryview(b"")) if without else self._dump(key)
@@ -204,6 +208,10 @@ class Encoder:
             shard = self._layout.shards[key[0]]
             self._codecs[key] = build(codec_of(self._config, shard.group), shard.shape, self._scratch)
         return self._codecs[key]
+
+
+def _closed(*about: object) -> None:
+    raise EncoderClosed
 
 
 def _pools(layout: Layout, codecs: ShardCodecs) -> list[BufferPool | None]:
@@ -346,19 +354,23 @@ class Pushes:
         if send.count > 1:
             self._push_block(send, self._nbytes[send.shard])
             return
-        values = self.words(send.shard)
-        raw = send.shard in self._encoder.raw
-        payload = None if raw else self._encoder.encode(send.shard, send.step, send.replica, values)
+        values, payload = self.words(send.shard), None
+        if send.shard not in self._encoder.raw:
+            try:
+                payload = self._encoder.encode(send.shard, send.step, send.replica, values)
+            except EncoderClosed:
+                self._sent(send.shard, send.serial)
+                return
         parameters = place.role == "parameters"  # buffers hold numbers of any type
         whole = not parameters or self._whole(values)
         weight = self.weight if parameters else 1.0
-        if payload is None and not self._encoder.closed:
+        if payload is None:
             self._push_slot(send, self._header(send, self._nbytes[send.shard], weight, whole=whole))
             return
-        if payload is not None and (link := self._links.get(send.server)) is not None:
+        if (link := self._links.get(send.server)) is not None:
             header = self._header(send, len(payload.data), weight, whole=whole)._replace(codec=payload.code)
             link.push(header, payload.data, sent=payload.buffer.release, rank=self._rank(send))
-        elif payload is not None:
+        else:
             payload.buffer.release()
         self._sent(send.shard, send.serial)  # the gradient was encoded into a buffer of its own: the slot is free
 
