@@ -118,6 +118,11 @@ class CoordinatorLink:
         return self._me.incarnation
 
     @property
+    def admitted(self) -> bool:
+        """True while this member is connected to a coordinator that has admitted it."""
+        return self._admitted
+
+    @property
     def peer(self) -> str:
         """The address of the coordinator, as this member is connected to it."""
         return self._channel.connection.peer
