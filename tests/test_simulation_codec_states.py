@@ -14,7 +14,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import Shard
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.protocol import Hello, Pause, SnapshotWanted
-from rallypoint.core.worker.handover import CodecStateCustody
+from rallypoint.core.worker.handover import CodecStateCustody, Paths
 from rallypoint.server.snapshots import StateRelay
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.job import SimulatedJob
@@ -164,9 +164,9 @@ def test_no_plan_that_promises_the_bytes_loses_a_codec_state() -> None:
     assert [seed for seed, plan in plans.items() if plan.job.lost] == []
 
 
-def _nothing_is_given(self: CodecStateCustody, keeps: frozenset[int]) -> list[Any]:
+def _nothing_is_given(self: CodecStateCustody, replicas: frozenset[int], paths: Paths) -> list[Any]:
     """The worker lets go of replicas, and says nothing to the primaries."""
-    self._here &= keeps
+    self._here &= replicas
     return []
 
 
@@ -185,7 +185,7 @@ def _no_copies(self: StateRelay, record: ShardRecord, place: Shard) -> bool:
 
 
 @pytest.mark.parametrize(("owner", "name", "bug", "sentence", "first"), [
-    (CodecStateCustody, "release", _nothing_is_given, "stuck after|made from", 0),
+    (CodecStateCustody, "keep_only", _nothing_is_given, "stuck after|made from", 0),
     (CodecStateCustody, "ready", _nobody_waits, "made from", 0),
     (CodecStateCustody, "rolled_back", _a_roll_back_changes_nothing, "codec state of generation|state is ahead", 0),
     (StateRelay, "awaited", _no_copies, "is stored with codec states", 0),

@@ -64,7 +64,7 @@ CLOSED = 141  # the status of a process that SIGPIPE ended, when nobody reads ou
 
 
 def launch(
-    plan: Launch, console: RunConsole, intervene: Intervene | None = None, *, overwrite: bool = False,
+    plan: Launch, console: RunConsole, intervene: Intervene = lambda run: None, *, overwrite: bool = False,
     original: bool = False, made: bool = False,
 ) -> int:  # fmt: skip
     """Start the cluster, show its progress, restart what dies, end it. Returns the exit status.
@@ -91,9 +91,9 @@ def launch(
         screen = console.console
         screen.print(f"[dim]starting {_started(plan)}: each imports torch first[/dim]", soft_wrap=True)
         if not isinstance(screen, Screen):
-            return _launch_locked(plan, console, intervene or _let_be, edited)
+            return _launch_locked(plan, console, intervene, edited)
         with screen.unhurried():
-            status = _launch_locked(plan, console, intervene or _let_be, edited)
+            status = _launch_locked(plan, console, intervene, edited)
             screen.hurried = status in (INTERRUPTED, CLOSED)
         return status
 
@@ -150,10 +150,6 @@ def _started(plan: Launch) -> str:
     numbers = {"server": plan.servers, "aggregator": plan.aggregators, "worker": plan.workers[1] + plan.standby}
     said = [f"{number} {role}{'s' * (number != 1)}" for role, number in numbers.items() if number]
     return f"{', '.join(said[:-1])} and {said[-1]}" if len(said) > 1 else "".join(said)
-
-
-def _let_be(_: ClusterRun) -> None:
-    """Do nothing: the default for `intervene`."""
 
 
 LIMITS = RestartLimits()

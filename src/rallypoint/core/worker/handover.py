@@ -128,11 +128,20 @@ class CodecStateCustody(NoCodecStates):
         if replica is None or self._over:
             return effects
         effects += self._give(paths)  # before the recall: it may be for states that this worker itself gives
-        return [*effects, *(Recall(shard, replica, server) for shard, server in self.recall(replica, paths))]
+        if replica not in self._here:
+            asks = self._unasked(replica, paths)
+            self.missing.setdefault(replica, set(self.shards))
+            self._asked |= {(shard, replica): way for shard, way in asks}
+            effects += [Recall(shard, replica, server) for shard, (server, _) in asks]
+        return effects
 
     def begin(self, replica: int) -> None:
+        """Its contributions make this worker the owner of the states at each primary, and later answers do not count:
+        it must give back all of them."""
         if replica not in self._here:
-            self.borrow(replica)
+            for shard in self.missing.pop(replica, set()):
+                self._asked.pop((shard, replica), None)
+            self._here.add(replica)
             self._borrowed = frozenset({replica})
 
     def end(self) -> frozenset[int]:
@@ -140,8 +149,17 @@ class CodecStateCustody(NoCodecStates):
         return borrowed
 
     def keep_only(self, replicas: AbstractSet[int], paths: Paths) -> list[Effect]:
-        released: list[Effect] = [ReleaseState(*key) for key in self.release(replicas)]
-        return [*released, *self._give(paths)]
+        """It gives states too with which nothing was encoded here, and recalls without an answer: for the primary this
+        worker owns those too."""
+        given = [(shard, replica) for replica in sorted(self._here - replicas) for shard in self.shards]
+        for replica in sorted(self.missing.keys() - replicas):
+            missing = self.missing.pop(replica)
+            given += [(s, replica) for s in self.shards if s not in missing or (s, replica) in self._asked]
+        self._here &= replicas
+        for key in given:
+            self._asked.pop(key, None)
+            self._giving[key] = None
+        return [*(ReleaseState(*key) for key in given), *self._give(paths)]
 
     def hand_over(self, paths: Paths) -> list[Effect]:
         self._over = True
@@ -154,17 +172,10 @@ class CodecStateCustody(NoCodecStates):
             known.clear()
 
     def _give(self, paths: Paths) -> list[Effect]:
-        return [Give(shard, replica, server) for shard, replica, server in self.to_give(paths)]
-
-    def recall(self, replica: int, paths: Paths) -> list[tuple[int, str]]:
-        """Recall the codec states of `replica`. Returns (shard, server) for each request to send now."""
-        if replica in self._here:
-            return []
-        asks = self._unasked(replica, paths)
-        self.missing.setdefault(replica, set(self.shards))
-        for shard, way in asks:
-            self._asked[shard, replica] = way
-        return [(shard, server) for shard, (server, _) in asks]
+        """What is not acknowledged, and was not sent on the connection that is up."""
+        ways = {key: way for key, sent in self._giving.items() if (way := paths.to(key[0])) not in (None, sent)}
+        self._giving |= ways
+        return [Give(shard, replica, way[0]) for (shard, replica), way in ways.items() if way is not None]
 
     def _unasked(self, replica: int, paths: Paths) -> list[tuple[int, tuple[str, int]]]:
         missing = sorted(self.missing.get(replica, self.shards))
@@ -181,41 +192,6 @@ class CodecStateCustody(NoCodecStates):
             del self.missing[replica]
             self._here.add(replica)
         return True
-
-    def borrow(self, replica: int) -> None:
-        """Compute `replica` with the codec states that are here, and ignore later answers.
-
-        Its contributions make this worker the owner of the states at each primary: it must give back all of them later.
-        """
-        for shard in self.missing.pop(replica, set()):
-            self._asked.pop((shard, replica), None)
-        self._here.add(replica)
-
-    def release(self, keeps: AbstractSet[int]) -> list[Key]:
-        """Keep only the replicas `keeps`. Returns the (shard, replica) of all codec states to give back.
-
-        That includes states with which nothing was encoded here, and recalls without an answer: for the primary this
-        worker owns those too.
-        """
-        given = [(shard, replica) for replica in sorted(self._here - keeps) for shard in self.shards]
-        for replica in sorted(self.missing.keys() - keeps):
-            missing = self.missing.pop(replica)
-            given += [(s, replica) for s in self.shards if s not in missing or (s, replica) in self._asked]
-        self._here &= keeps
-        for key in given:
-            self._asked.pop(key, None)
-            self._giving[key] = None
-        return given
-
-    def to_give(self, paths: Paths) -> list[tuple[int, int, str]]:
-        """The (shard, replica, server) of each codec state to send now, and note it as sent on that connection."""
-        sends: list[tuple[int, int, str]] = []
-        for (shard, replica), sent in self._giving.items():
-            way = paths.to(shard)
-            if way is not None and way != sent:
-                self._giving[shard, replica] = way
-                sends.append((shard, replica, way[0]))
-        return sends
 
     def taken(self, shard: int, replica: int) -> None:
         self._giving.pop((shard, replica), None)

@@ -283,7 +283,7 @@ class ResetCodecs:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyState:
+class GiveCopy:
     """Send the shard's primary a copy of the codec state with which the contribution to `step` is encoded."""
 
     shard: int
@@ -293,7 +293,7 @@ class CopyState:
     view: ViewNumber
 
 
-CodecEffect = Recall | ReleaseState | Give | ResetCodecs | CopyState
+CodecEffect = Recall | ReleaseState | Give | ResetCodecs | GiveCopy
 Effect = Send | Land | DropArriving | Fetch | Follow | AskNext | CodecEffect
 
 

@@ -19,22 +19,10 @@ from rallypoint.core.layout import Layout, Shard, forward_ranks
 from rallypoint.core.order import derive_seed
 from rallypoint.core.sums import DIGEST_BYTES, Part, dense_shards
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker import slots
 from rallypoint.core.worker.aligned import OverlapMachine
 from rallypoint.core.worker.handover import Encoding, Key, encoding_of
 from rallypoint.core.worker.shell import WorkerShell
-from rallypoint.core.worker.slots import (
-    CodecEffect,
-    Compute,
-    CopyState,
-    Filled,
-    Give,
-    Install,
-    Recall,
-    ReleaseState,
-    ResetCodecs,
-    Send,
-)
 from rallypoint.errors import ProtocolError
 from rallypoint.net.channel import Rank
 from rallypoint.net.frames import AHEAD, BAD_GRADIENT, COPY, NOT_FINITE, Header, Kind, wants
@@ -345,7 +333,7 @@ class Pushes:
         """Set what the next `push` of this part of a table sends."""
         self._rows[shard] = gradient
 
-    def push(self, send: machine.Send) -> None:
+    def push(self, send: slots.Send) -> None:
         """Send one shard's contribution. It is lost if its link is lost."""
         place = self._layout.shards[send.shard]
         if place.part is not None:
@@ -374,7 +362,7 @@ class Pushes:
             payload.buffer.release()
         self._sent(send.shard, send.serial)  # the gradient was encoded into a buffer of its own: the slot is free
 
-    def _push_block(self, send: machine.Send, nbytes: int) -> None:
+    def _push_block(self, send: slots.Send, nbytes: int) -> None:
         block = self.partials.sum(send.shard)
         flags = (NOT_FINITE if block.losses else 0) | (BAD_GRADIENT if block.gradients else 0)
         bad = block.losses or block.gradients
@@ -382,7 +370,7 @@ class Pushes:
         header = self._header(send, nbytes, block.weight, whole=True)
         self._push_slot(send, header._replace(flags=flags, wants=sum(1 << bit for bit in named)))
 
-    def _push_slot(self, send: machine.Send, header: Header) -> None:
+    def _push_slot(self, send: slots.Send, header: Header) -> None:
         """Queue the slot's own bytes, unless the slot has been reused.
 
         After the machine decided to send, the link may have ended and reconnected. That freed the slot, so the main
@@ -395,11 +383,11 @@ class Pushes:
                 sent = partial(self._sent, send.shard, send.serial)
                 link.push(header, self.slot(send.shard), sent=sent, rank=self._rank(send))
 
-    def _rank(self, send: machine.Send) -> Rank:
+    def _rank(self, send: slots.Send) -> Rank:
         """A lower replica goes first: while it is missing, servers keep credit of the others back."""
         return (send.step, send.replica, self.ranks[send.shard]) if self.ranks else ()
 
-    def _push_rows(self, send: machine.Send, gradient: memoryview) -> None:
+    def _push_rows(self, send: slots.Send, gradient: memoryview) -> None:
         if (link := self._links.get(send.server)) is not None:
             columns = self._layout.shards[send.shard].columns
             whole = self._whole(decode_gradient(gradient, columns)[1].view(-1))
@@ -412,7 +400,7 @@ class Pushes:
             return values.finite
         return not self._examines or all_finite(values)  # type: ignore[arg-type]
 
-    def _header(self, send: machine.Send, nbytes: int, weight: float, *, whole: bool) -> Header:
+    def _header(self, send: slots.Send, nbytes: int, weight: float, *, whole: bool) -> Header:
         return Header(
             Kind.PUSH, send.view, shard=send.shard, replica=send.replica, step=send.step, length=nbytes, weight=weight,
             flags=(0 if self._finite else NOT_FINITE) | (0 if whole else BAD_GRADIENT), base=send.base + send.count - 1,
@@ -429,26 +417,26 @@ class LinkEffects:
     def __init__(self, shell: WorkerShell, links: Links, pushes: Pushes, codec_states: CodecStates | None) -> None:
         self._shell, self._links, self._pushes, self._codec_states = shell, links, pushes, codec_states
 
-    def run_locked(self, effect: machine.CodecEffect) -> None:
+    def run_locked(self, effect: slots.CodecEffect) -> None:
         """Run one effect on codec states. Needs the exchange's lock."""
         assert self._codec_states is not None, f"{effect}, though this job's codecs have no state"
         self._codec_states.run(effect)
 
-    def run(self, effects: Sequence[machine.Effect]) -> None:
+    def run(self, effects: Sequence[slots.Effect]) -> None:
         """Run all other effects, in order, without the lock."""
         for effect in effects:
             match effect:
-                case machine.Send():
+                case slots.Send():
                     if self._codec_states is not None and self._shell.snapshots.copies(effect):
                         self._codec_states.copy(effect)
                     self._pushes.push(effect)
-                case machine.Fetch(shard=shard, version=version, server=server):
+                case slots.Fetch(shard=shard, version=version, server=server):
                     if (link := self._links.get(server)) is not None:
                         link.fetch(shard, version, self._shell.number)
-                case machine.AskNext(shard=shard, replica=replica, server=server):
+                case slots.AskNext(shard=shard, replica=replica, server=server):
                     if (link := self._links.get(server)) is not None:
                         link.want(shard, replica, self._shell.number)
-                case machine.Follow(server=server, on=on, step=step):
+                case slots.Follow(server=server, on=on, step=step):
                     if (link := self._links.get(server)) is not None:
                         link.follow(self._shell.number, on=on, step=step)
                 case _:
@@ -469,22 +457,22 @@ class CodecStates:
         self._encoder, self._formats = encoder, formats
         self._given: dict[Key, CodecState] = {}  # taken out of the encoder, not yet confirmed by a server
 
-    def run(self, effect: CodecEffect) -> None:
+    def run(self, effect: slots.CodecEffect) -> None:
         """Run one effect."""
         match effect:
-            case ResetCodecs():
+            case slots.ResetCodecs():
                 self._encoder.reset()
                 self._given.clear()
-            case Recall(shard=shard, replica=replica, server=server):
+            case slots.Recall(shard=shard, replica=replica, server=server):
                 self._send(server, Header(Kind.RECALL, shard=shard, replica=replica), None)
-            case ReleaseState(shard=shard, replica=replica):
+            case slots.ReleaseState(shard=shard, replica=replica):
                 if (codec_state := self._encoder.give(shard, replica)) is not None:
                     self._given[shard, replica] = codec_state
                 else:
                     self._given.pop((shard, replica), None)
-            case CopyState():
+            case slots.GiveCopy():
                 self.copy(effect)
-            case Give(shard=shard, replica=replica, server=server):
+            case slots.Give(shard=shard, replica=replica, server=server):
                 given = self._given.get((shard, replica))
                 self._send(server, _header(shard, replica, given), None if given is None else given.data)
 
@@ -514,7 +502,7 @@ class CodecStates:
             self._locked.apply(lambda: self._shell.states.hand_over(self._shell.paths))
         return self._shell.states.settled
 
-    def copy(self, of: Send | CopyState) -> None:
+    def copy(self, of: slots.Send | slots.GiveCopy) -> None:
         """Send the codec state of the step before, for a snapshot; at the latest before the next step's."""
         codec_state = self._encoder.copy(of.shard, of.replica, of.step)
         if codec_state is not None:
@@ -625,7 +613,7 @@ class ReplicaPushes:
             part = self._presum.part(shard, self._replica)
         if part is not None:
             self._pushes.add_up(shard, self._replica, part)
-        self._locked.handle(Filled(shard, part))
+        self._locked.handle(slots.Filled(shard, part))
 
     def not_needed(self, shard: int, gradient: torch.Tensor) -> None:
         """The replica's gradient for this shard is whole: only record it, nobody needs it from here."""
@@ -634,7 +622,7 @@ class ReplicaPushes:
     def filled_rows(self, shard: int, gradient: memoryview) -> None:
         """Like `filled` for a part of a table. Its gradient (see `codec/base.py`) needs no slot."""
         self._pushes.set_rows(shard, gradient)
-        self._locked.handle(Filled(shard))
+        self._locked.handle(slots.Filled(shard))
 
     def computed(self) -> None:
         """The replica is computed: all of its contributions are queued or sent."""
@@ -665,7 +653,7 @@ class ForwardVersion:
     ) -> None:
         """`describe` says what the main thread waits for, as a phrase."""
         self.waited = 0.0
-        self._task = Compute(-1, -1)  # the replica in progress
+        self._task = slots.Compute(-1, -1)  # the replica in progress
         self._locked, self._pushes, self._links, self._describe = locked, pushes, links, describe
         machine = locked.machine
         self._machine = machine if isinstance(machine, OverlapMachine) else None
@@ -691,7 +679,7 @@ class ForwardVersion:
 
     def begin(self, step: int, replica: int) -> bool:
         """A replica begins. Returns True if its forward pass begins early."""
-        self.waited, self._task = 0.0, Compute(step, replica)
+        self.waited, self._task = 0.0, slots.Compute(step, replica)
         return self._machine is not None and self._machine.early
 
     def take(self, shards: Sequence[int]) -> list[int]:
@@ -715,7 +703,7 @@ class ForwardVersion:
             if self._locked.machine.rewound:
                 raise Rewound
             effects = self._locked.settle(self._locked.shell.installed())
-            self._locked.progress.given(Install(self._task.step), ends_round=True)
+            self._locked.progress.given(slots.Install(self._task.step), ends_round=True)
             self._locked.progress.given(self._task)
             self._locked.changed.notify_all()
         self._locked.effects.run(effects)
