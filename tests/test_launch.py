@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -608,6 +609,26 @@ def test_a_worker_that_was_given_up_is_not_waited_for_without_end(
         left = run._worth_waiting_for(0.0), run._worth_waiting_for(cluster_run._LOST_S)
         assert [[handle.command.name for handle in waited] for waited in left] == [["worker0", "worker1"], ["worker1"]]
         run.handles.clear()
+
+
+def test_a_worker_that_was_given_up_is_told_to_end_as_soon_as_the_job_is_over(tmp_path: Path) -> None:
+    """It looked for a coordinator for a minute, and the launcher waited for it."""
+    workers = [_Worker("worker0"), _Worker("worker1")]
+    told = list[tuple[str, int]]()
+
+    def ends(worker: _Worker, number: int) -> None:
+        told.append((worker.command.name, number))
+        worker._ending = Exit(0) if number == signal.SIGTERM else worker._ending
+
+    for worker in workers:
+        worker.signal = partial(ends, worker)  # type: ignore[method-assign]
+    with over(tmp_path, io.StringIO(), workers, ["worker1"]) as run:
+
+        def look(run: ClusterRun) -> None:
+            workers[1]._ending = Exit(0)  # its script goes on for as long as it likes
+
+        run._wait(look)
+        assert told == [("worker0", signal.SIGCONT), ("worker0", signal.SIGTERM)]
 
 
 @pytest.mark.parametrize(("number", "taken"), [(signal.SIGUSR1, True), (signal.SIGXCPU, True), (signal.SIGINT, False)])

@@ -13,13 +13,17 @@ from rallypoint.codec.spec import TopK
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import Shard
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
-from rallypoint.core.worker.handover import CodecStateCustody, StateHandover
+from rallypoint.core.protocol import Hello, Pause, SnapshotWanted
+from rallypoint.core.worker.handover import CodecStateCustody, Paths
 from rallypoint.server.snapshots import StateRelay
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.member import COORDINATOR, Given
+from rallypoint.testing.simulation.network import Node
+from rallypoint.testing.simulation.operating.resuming import LAUNCHER, RESUME
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import CodecStatePlay, parse_policy, word_for
-from rallypoint.testing.simulation.run import play, simulate
+from rallypoint.testing.simulation.run import Simulation, play, simulate
 from rallypoint.testing.simulation.worker import SimulatedWorker
 from support.failing import first_failure
 
@@ -122,6 +126,34 @@ def test_a_codec_state_between_two_workers_is_not_lost_when_its_shard_moves(seed
     assert not job.lost
 
 
+@pytest.mark.parametrize("late_s", [0.0, 0.6])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_paused_job_is_stored_with_its_codec_states_and_goes_on_with_the_same_bytes(seed: int, late_s: float) -> None:
+    """Also if a worker hears of the pause when it has contributed to the step before which the others stop."""
+    job = SimulatedJob(replicas=5, codec=TopK(), compute_s=0.05)
+    terms = Terms(workers_start=2, workers_max=2, servers=2, snapshots=True, heartbeat=30.0)
+    simulation = Simulation(Plan(seed, job, terms, 2, 2, (Fault(1.0, RESUME, LAUNCHER, 1),)))
+    world, ahead = simulation.world, list[tuple[int, ...]]()
+
+    def pause() -> None:
+        world.partition("worker1", COORDINATOR, late_s)
+        Given(Node(world, "operator"), Pause(), lambda *_: ask_for_a_snapshot())
+
+    def ask_for_a_snapshot() -> None:
+        hello = Hello("observer", "operator", "host", "", 0)
+        world.connect(Node(world, "another"), COORDINATOR, hello, lambda wire: wire.send(0, SnapshotWanted()), id)
+
+    def stored(record: ShardRecord) -> None:
+        ahead.append(record.ahead)
+        SimulatedJob.check_stored(job, record)
+
+    object.__setattr__(job, "check_stored", stored)
+    world.at(0.8, pause)
+    simulation.run()
+    assert simulation._resuming._snapshot is not None, "there was none to go on from"
+    assert any(ahead) == (late_s > 0)
+
+
 @pytest.mark.slow
 def test_no_plan_that_promises_the_bytes_loses_a_codec_state() -> None:
     """Seed 14 did: a server crashes, the other restores all shards, a third joins and takes half of them."""
@@ -132,9 +164,9 @@ def test_no_plan_that_promises_the_bytes_loses_a_codec_state() -> None:
     assert [seed for seed, plan in plans.items() if plan.job.lost] == []
 
 
-def _nothing_is_given(self: StateHandover, keeps: frozenset[int]) -> list[Any]:
+def _nothing_is_given(self: CodecStateCustody, replicas: frozenset[int], paths: Paths) -> list[Any]:
     """The worker lets go of replicas, and says nothing to the primaries."""
-    self._here &= keeps
+    self._here &= replicas
     return []
 
 
@@ -142,7 +174,7 @@ def _a_roll_back_changes_nothing(self: CodecStateCustody) -> None:
     """The encoder goes on with codec states of a stale generation."""
 
 
-def _nobody_waits(self: StateHandover, replica: int) -> bool:
+def _nobody_waits(self: CodecStateCustody, replica: int) -> bool:
     """A replica is computed before its codec states have come."""
     return True
 
@@ -153,8 +185,8 @@ def _no_copies(self: StateRelay, record: ShardRecord, place: Shard) -> bool:
 
 
 @pytest.mark.parametrize(("owner", "name", "bug", "sentence", "first"), [
-    (StateHandover, "release", _nothing_is_given, "stuck after|made from", 0),
-    (StateHandover, "ready", _nobody_waits, "made from", 0),
+    (CodecStateCustody, "keep_only", _nothing_is_given, "stuck after|made from", 0),
+    (CodecStateCustody, "ready", _nobody_waits, "made from", 0),
     (CodecStateCustody, "rolled_back", _a_roll_back_changes_nothing, "codec state of generation|state is ahead", 0),
     (StateRelay, "awaited", _no_copies, "is stored with codec states", 0),
 ], ids=["nothing is given", "nobody waits", "not rolled back", "not in snapshots"])  # fmt: skip

@@ -19,7 +19,8 @@ from rallypoint.core.placing.speeds import Speeds
 from rallypoint.core.placing.view_change import following_assignments
 from rallypoint.core.shard.relay import Relay, StateAnswer
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.core.worker.handover import Paths, StateHandover
+from rallypoint.core.worker.handover import CodecStateCustody, Paths
+from rallypoint.core.worker.slots import Effect, Give, Recall, ReleaseState
 
 REPLICAS, SHARDS, ROUNDS, MOST_WORKERS = 3, 2, 12, 4
 HOMES = {shard: f"server{shard}" for shard in range(SHARDS)}
@@ -60,7 +61,7 @@ class Worker:
     view: View
     step: int = 0
     leaving: bool = False
-    handover: StateHandover = field(default_factory=lambda: StateHandover(tuple(range(SHARDS))))
+    handover: CodecStateCustody = field(default_factory=lambda: CodecStateCustody(tuple(range(SHARDS))))
     codec_states: dict[tuple[int, int], tuple[int, Lineage]] = field(default_factory=dict)
     given: dict[tuple[int, int], tuple[int, Lineage] | None] = field(default_factory=dict)
     delivered: set[tuple[int, int]] = field(default_factory=set)  # (shard, replica) of this step
@@ -84,13 +85,19 @@ class Worker:
     def hand_over(self, *, back: bool = False) -> None:
         own = () if back else self.view.replicas_of(self.name, self.step)
         keeps = {*own, *([self.computing[0]] if self.computing else [])}
-        for key in self.handover.release(keeps):
-            self.given[key] = self.codec_states.pop(key, None)
-        self.give()
+        self.run(self.handover.keep_only(keeps, self.paths))
 
-    def give(self) -> None:
-        for shard, replica, _ in self.handover.to_give(self.paths):
-            self.send(shard, "memory", replica, self.given[shard, replica])
+    def run(self, effects: list[Effect]) -> bool:
+        """Run these effects; are there any?"""
+        for effect in effects:
+            match effect:
+                case ReleaseState(shard=shard, replica=replica):
+                    self.given[shard, replica] = self.codec_states.pop((shard, replica), None)
+                case Give(shard=shard, replica=replica):
+                    self.send(shard, "memory", replica, self.given[shard, replica])
+                case Recall(shard=shard, replica=replica):
+                    self.send(shard, "recall", replica)
+        return bool(effects)
 
     def begin(self) -> bool:
         """Go on to the next replica, or ask for what is missing of it; is there anything new?"""
@@ -99,12 +106,9 @@ class Worker:
             left = [shard for shard in range(SHARDS) if (shard, replica) not in self.delivered]
             if not left:
                 continue
-            self.give()
-            asks = self.handover.recall(replica, self.paths)
-            for shard, _ in asks:
-                self.send(shard, "recall", replica)
+            news = self.run(self.handover.prepare(replica, self.paths))
             if not self.handover.ready(replica):
-                return bool(asks)
+                return news
             self.computing = (replica, left)
             return True
         return False
@@ -154,7 +158,7 @@ class Worker:
         self.down[shard].clear()
         self.connections[HOMES[shard]] += 1
         self.delivered = {key for key in self.delivered if key[0] != shard}
-        self.give()
+        self.hand_over()
 
 
 class Play:

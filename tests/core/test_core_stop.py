@@ -7,8 +7,17 @@ from test_core_cluster import RECORD, SHARDS, _Job, _of, _record, _terms, applie
 
 from rallypoint.config import Reading
 from rallypoint.core import protocol
-from rallypoint.core.cluster.effects import Abort, Announce, FinishJob, PublishView, TakeSnapshot
-from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, SnapshotFound, SnapshotLost
+from rallypoint.core.cluster.effects import Abort, Announce, Commit, FinishJob, PublishView, TakeSnapshot
+from rallypoint.core.cluster.events import (
+    Captured,
+    Committed,
+    Computed,
+    From,
+    Left,
+    SnapshotFound,
+    SnapshotLost,
+    SnapshotOrdered,
+)
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.modes import Feature, ModeTraits
@@ -158,6 +167,22 @@ def test_a_snapshot_of_a_version_that_is_not_made_any_more_is_dropped() -> None:
     job.play(SnapshotLost(capture.snapshot, "past it", 9), applied("s0", 8, job.view.generation))
     assert job.view.orders.stop is not None
     assert job.view.orders.stop.version == 9
+
+
+def test_a_snapshot_of_the_last_version_is_dropped_when_a_later_one_is_the_last() -> None:
+    """It may be stored without codec states: nobody was to contribute to what comes after it."""
+    job = _begun(snapshots=True)
+    _reported(job, 4)
+    job.play(_stop(job, 6))
+    (capture,) = _of(TakeSnapshot, job.play(SnapshotOrdered()))
+    assert capture.version == 6
+    effects = job.play(applied("s0", 7, job.view.generation))
+    assert job.view.orders.stop is not None
+    assert job.view.orders.stop.version == 8
+    stored = [Captured(server, capture.snapshot, tuple(SHARDS)) for server in capture.writers]
+    effects += job.play(*stored)
+    assert not _of(Commit, effects)
+    assert _of(TakeSnapshot, [*effects, *job.tick(1.0)]), "it is due at once"
 
 
 def test_the_next_coordinator_knows_it_and_a_roll_back_changes_nothing() -> None:

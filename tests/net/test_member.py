@@ -145,7 +145,7 @@ def admit(coordinator: Coordinator, me: Member, incarnation: int) -> tuple[Chann
 
 def until_lost(me: Member) -> None:
     """Until the link has noticed that the coordinator is away: from then on what is said waits."""
-    until(lambda: not me.link._admitted)
+    until(lambda: not me.link.admitted)
 
 
 def test_of_what_it_says_to_a_coordinator_that_does_not_read_only_so_much_waits(
@@ -234,7 +234,7 @@ def test_an_error_while_it_connects_again_is_told_and_leaves_no_member_that_live
     assert "the link to it has failed: KeyError('of whatever kind')" in str(lost)
     me.link._thread.join(PATIENCE_S)
     assert not me.link._thread.is_alive()
-    assert not me.link._admitted  # it gives no sign of life any more
+    assert not me.link.admitted  # it gives no sign of life any more
     assert caplog.records[-1].exc_info is not None
 
 

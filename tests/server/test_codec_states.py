@@ -14,10 +14,10 @@ from rallypoint.codec.spec import Bf16, Int8
 from rallypoint.config import ranks_of, resolve
 from rallypoint.core.layout import Layout, TensorSpec, build_layout
 from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.net.frames import COPY, Header, Kind
+from rallypoint.net.frames import AHEAD, COPY, Header, Kind
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.snapshots import SnapshotCapture, StateRelay
-from rallypoint.store.record import ShardRecord
+from rallypoint.store.record import ShardRecord, decode_record, encode_record
 
 REPLICAS = 2
 GENERATION = ViewNumber(1, 1)
@@ -46,8 +46,8 @@ class Server:
         primary = dict.fromkeys(range(len(self.layout.shards)), "server0")
         self.codec_states.adopt(View(ViewNumber(1, count), generation, workers, (), (), primary))
 
-    def copy(self, replica: int, step: int, data: bytes) -> None:
-        header = Header(Kind.CODEC_STATE, shard=self.shard, replica=replica, step=step, base=COPY, codec=3)
+    def copy(self, replica: int, step: int, data: bytes, base: int = COPY) -> None:
+        header = Header(Kind.CODEC_STATE, shard=self.shard, replica=replica, step=step, base=base, codec=3)
         header = header._replace(length=len(data))
         self.codec_states.copied(header, memoryview(data))
 
@@ -79,6 +79,39 @@ def test_copies_may_come_before_the_snapshot_is_asked_for() -> None:
     server.copy(1, 3, b"one")
     server.record(4)
     assert kept_state(server.codec_states.complete(server.shard, at_last=False)) == {0: b"nil", 1: b"one"}
+
+
+def test_a_shard_that_is_copied_after_all_copies_came_is_stored_at_once() -> None:
+    """While the job is paused nothing comes later that could complete it."""
+    server, put = Server(), list[ShardRecord]()
+    record = ShardRecord(server.shard, 4, {"master": np.zeros(1000, np.float32)}, {})
+    writer: Any = SimpleNamespace(takes_records=True, put=put.append, copy=lambda record: record)
+    job: Any = SimpleNamespace(versions_are_common=True, shards=server.layout.shards)
+    capture = SnapshotCapture(
+        writer, job, server.codec_states, lambda *_: record, Tracer("server0"), lambda: None, lambda *_: False
+    )
+    for replica in range(REPLICAS):
+        server.copy(replica, 3, b"it")
+    capture.wanted(server.shard, 4)
+    capture.copy_one()
+    assert [list(kept.codec_states) for kept in put] == [[0, 1]]
+
+
+def test_a_codec_state_that_is_a_step_ahead_comes_back_as_what_it_is() -> None:
+    """The worker had contributed to step 4 before it was asked for version 4: it has that contribution with it."""
+    server = Server()
+    server.copy(0, 3, b"nil")
+    server.copy(1, 3, b"one", base=AHEAD)
+    server.copy(1, 3, b"of a worker that was assigned the replica later")
+    server.record(4)
+    stored = server.codec_states.complete(server.shard)
+    assert kept_state(stored) == {0: b"nil", 1: b"one"}
+    assert stored is not None
+    record = decode_record(encode_record(stored, "none"))
+    server.codec_states.restored(record, server.layout.shards[server.shard])
+    for replica in range(REPLICAS):
+        server.codec_states.recalled(Header(Kind.RECALL, shard=server.shard, replica=replica), "a", 4)
+    assert [header.step for _, header, _ in server.sent] == [3, 4]
 
 
 def test_a_worker_says_that_it_begins_without_a_codec_state_and_that_replaces_no_copy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,6 +132,22 @@ def test_a_codec_state_that_lacks_a_step_that_was_made_elsewhere_is_not_used(spe
         assert sent(away, 0, step, 1, gradient(words, step)) == sent(new, 0, step, 1, gradient(words, step))
 
 
+@pytest.mark.parametrize(("quorum", "same"), [(1, True), (None, False)])
+def test_with_a_quorum_a_snapshot_has_the_state_from_before_the_steps_that_did_without_the_replica(
+    quorum: int | None, same: bool
+) -> None:
+    """Without one such a state is stale: the replica goes on from none."""
+    layout, config = setting(PowerSGD(rank=2), sync=rp.Sync(quorum=quorum))
+    words = layout.shards[0].words
+    late, resumed = Encoder(layout, config), Encoder(layout, config)
+    sent(late, 0, 0, 1, gradient(words, 0))
+    copy = late.copy(0, 1, 3)
+    assert copy is not None
+    assert bool(copy.data) == same
+    resumed.take(0, 1, replace(copy, step=2) if copy.data else None)  # a server names it for the version
+    assert sent(resumed, 0, 3, 1, gradient(words, 3)) == sent(late, 0, 3, 1, gradient(words, 3))
+
+
 def test_with_a_quorum_a_codec_state_goes_on_after_steps_that_did_without_the_replica() -> None:
     layout, config = setting(PowerSGD(rank=2), sync=rp.Sync(quorum=1))
     words = layout.shards[0].words
@@ -153,15 +170,16 @@ def test_a_contribution_that_went_raw_goes_raw_again_from_whoever_takes_the_repl
     assert heir.encode(0, 2, 0, gradient(words, 2)) is not None
 
 
-def test_a_copy_is_of_the_state_after_that_step_or_says_that_there_is_none_and_is_gone_once_the_next_is_made() -> None:
+def test_a_copy_for_a_step_is_of_the_state_before_it_or_after_it_or_of_none_and_is_gone_once_the_next_is_made() -> None:
     layout, config = setting(TopK(ratio=0.1, sampled=False))
     encoder, values = Encoder(layout, config), gradient(layout.shards[0].words, 1)
-    none = encoder.copy(0, 0, 3)
+    none = encoder.copy(0, 0, 4)
     assert none is not None
     assert (none.step, len(none.data)) == (3, 0), "it begins with step 4"
     sent(encoder, 0, 4, 0, values)
     assert encoder.copy(0, 0, 3) is None
-    kept = encoder.copy(0, 0, 4)
+    assert encoder.copy(0, 0, 4) == encoder.copy(0, 0, 5)
+    kept = encoder.copy(0, 0, 5)
     assert kept == encoder.give(0, 0)
     assert kept is not None
     assert (kept.step, len(kept.data) > 0) == (4, True)

@@ -666,6 +666,22 @@ def test_a_copy_of_a_codec_state_carries_the_view_in_which_its_contribution_was_
     assert [frame.view for frame in frames] == [send.view]
 
 
+def test_a_raw_shard_is_sent_without_a_look_at_the_encoder(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them asked whether the encoder is closed, also where no codec has a state."""
+    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.arrivals.link_up(SERVER)
+    _publish(exchange, 0)
+    _install(exchange, 0)
+    pushed: list[Header] = []
+    monkeypatch.setattr(exchange._links.get("s"), "push", lambda header, *_, **__: pushed.append(header))
+    exchange._encoder.close()
+    _compute(exchange, 0)
+    exchange.replica.filled(0)
+    assert [(header.shard, header.replica) for header in pushed] == [(0, 0)]
+
+
 def test_an_upload_of_an_older_generation_ends_even_if_the_view_changes_while_it_is_looked_at(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -347,21 +347,25 @@ def test_a_worker_that_is_told_to_go_hands_its_replicas_over_and_its_loop_ends_w
         assert sum(exits.slept) == session.LEAVE_WITHIN_S, "and would have gone all the same"
 
 
-@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize(("settled", "admitted"), [(True, True), (False, True), (False, False)])
 def test_who_has_to_end_before_servers_have_its_codec_states_says_so(
-    exits: Exits, capsys: pytest.CaptureFixture[str], settled: bool
+    exits: Exits, capsys: pytest.CaptureFixture[str], settled: bool, admitted: bool
 ) -> None:
+    """Not who was given up, and finds no coordinator any more: others have its replicas, or the job is over."""
     done: list[str] = []
     states = SimpleNamespace(hand_over=lambda: done.append("hand over") or settled)
     exchange = SimpleNamespace(leave=lambda: done.append("leave"), codec_states=states)
-    link: Any = SimpleNamespace(send=lambda message: None, welcome=SimpleNamespace(heartbeat=5.0))
+    link: Any = SimpleNamespace(
+        send=lambda message: None, welcome=SimpleNamespace(heartbeat=5.0), admitted=admitted
+    )  # fmt: skip
     exits.over.set()
     Job._leave(cast(Any, SimpleNamespace(
         id="worker1", _run=None, _link=link, _plane=exchange, _exchange=exchange, _finished=False
     )), 0)  # fmt: skip
     assert done == ["leave", "hand over", "hand over"]
     assert exits.codes == [0]
-    assert ("worker1 ends before servers have its codec states" in capsys.readouterr().out) is not settled
+    said = "worker1 ends before servers have its codec states" in capsys.readouterr().out
+    assert said == (admitted and not settled)
 
 
 def test_a_loop_that_is_left_early_is_a_clean_end_of_the_job() -> None:

@@ -45,7 +45,6 @@ from rallypoint.core.protocol import (
 )
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.sums import DIGEST_BYTES, dense_shards, pieces_of
-from rallypoint.core.typed import MOST_PUSHES
 from rallypoint.core.view import View
 from rallypoint.net.handshake import LAUNCHER
 from rallypoint.observe.lines import Allowance, Once
@@ -287,8 +286,7 @@ class Announcer:
         begin = self.tally.take_over if taking_over else self.tally.rewind
         begin(furthest, view.generation)
         self.planned = Planned(
-            steps=0 if Feature.SUMS in config.features or config.steps == MOST_PUSHES else config.steps,
-            replicas=config.replicas,
+            steps=record.steps, replicas=config.replicas,
             item="pushes" if Feature.KEYED in config.features else config.reading.item,
             words=layout.words + sum(table.numel for table in layout.tables),
             shards=len(layout.shards), workers=tuple(m.id for m in view.workers),

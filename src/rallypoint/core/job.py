@@ -11,6 +11,7 @@ from rallypoint.core.cadence import Cadence
 from rallypoint.core.decisions import KeepBest, ReduceOnPlateau, Rules
 from rallypoint.core.layout import Layout, first_difference
 from rallypoint.core.modes import Feature, ModeName, ModeTraits, Pace, refusal, why_not
+from rallypoint.core.typed import MOST_PUSHES
 
 
 class DataIdentity(msgspec.Struct, frozen=True):
@@ -65,6 +66,12 @@ class JobRecord(msgspec.Struct, frozen=True):
     def steps_at(self, version: int) -> int:
         """Steps of training in this version."""
         return min(version * self.steps_per_round, int(self.config.get("steps", self.rounds * self.steps_per_round)))
+
+    @property
+    def steps(self) -> int:
+        """The job's steps; 0 where scripts decide when it ends: a store without `steps=`, and sums."""
+        steps = int(self.config["steps"])
+        return 0 if steps == MOST_PUSHES or Feature.SUMS in self.features else steps
 
     def supports(self, feature: Feature) -> bool:
         """True if the feature works in this job, together with those that the job uses."""

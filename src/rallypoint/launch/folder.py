@@ -19,7 +19,7 @@ from rallypoint.coordinator.fingerprints import FINGERPRINTS
 from rallypoint.coordinator.journal import JOURNAL, Journal
 from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.typed import MOST_PUSHES, printable
+from rallypoint.core.typed import printable
 from rallypoint.errors import DataError, RallypointError, UsageError
 from rallypoint.launch.kept_code import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS_FOLDER, TLS, read_plan
@@ -227,8 +227,8 @@ def _journaled(folder: Path) -> ClusterState | None:
 
 
 def _of_steps(state: ClusterState | None, before: str = "of") -> str:
-    steps = None if state is None or state.record is None else state.record.config["steps"]
-    return "" if steps in (None, MOST_PUSHES) else f" {before} {steps} steps"
+    steps = 0 if state is None or state.record is None else state.record.steps
+    return f" {before} {steps} steps" if steps else ""
 
 
 def has_snapshot(snapshots: str) -> bool:

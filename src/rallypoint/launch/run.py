@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 from rich.markup import escape
 
-from rallypoint.core.cluster.terms import LIVING_S
 from rallypoint.core.protocol import Drain, Finished, Release, Resize, SnapshotWanted
 from rallypoint.errors import AccessDenied, LinkError, RallypointError, UsageError
 from rallypoint.launch import environment, kept_code
@@ -65,7 +64,7 @@ CLOSED = 141  # the status of a process that SIGPIPE ended, when nobody reads ou
 
 
 def launch(
-    plan: Launch, console: RunConsole, intervene: Intervene | None = None, *, overwrite: bool = False,
+    plan: Launch, console: RunConsole, intervene: Intervene = lambda run: None, *, overwrite: bool = False,
     original: bool = False, made: bool = False,
 ) -> int:  # fmt: skip
     """Start the cluster, show its progress, restart what dies, end it. Returns the exit status.
@@ -92,9 +91,9 @@ def launch(
         screen = console.console
         screen.print(f"[dim]starting {_started(plan)}: each imports torch first[/dim]", soft_wrap=True)
         if not isinstance(screen, Screen):
-            return _launch_locked(plan, console, intervene or _let_be, edited)
+            return _launch_locked(plan, console, intervene, edited)
         with screen.unhurried():
-            status = _launch_locked(plan, console, intervene or _let_be, edited)
+            status = _launch_locked(plan, console, intervene, edited)
             screen.hurried = status in (INTERRUPTED, CLOSED)
         return status
 
@@ -153,17 +152,13 @@ def _started(plan: Launch) -> str:
     return f"{', '.join(said[:-1])} and {said[-1]}" if len(said) > 1 else "".join(said)
 
 
-def _let_be(_: ClusterRun) -> None:
-    """Do nothing: the default for `intervene`."""
-
-
 LIMITS = RestartLimits()
 _GRACE_S = 5.0  # seconds in which the worker that has failed the job may end by itself
 _CLOSE_S = 15.0  # seconds in which servers and the coordinator may close their files; longer than a store is waited for
 _ERROR_S = 1.0  # seconds in which other workers may end with the error that one has ended with
 _POLL_S, _PORTION_S = 0.02, 0.1  # between two looks; for lines without end, before there is a look around
 LAST_SNAPSHOT_S, _NOTICE_S = 3.0, 60.0  # for a last snapshot: after Ctrl-C, after a notice (it comes early)
-_LOST_S = LIVING_S + 10.0  # a worker that was given up before the end: it finds no coordinator, and ends by then
+_LOST_S = 15.0  # in which a worker may end that was given up before the end; longer than it takes to leave
 _SILENCE_S = 5.0  # seconds after which a wait reports what it waits for
 
 Intervene = Callable[["ClusterRun"], None]
@@ -390,6 +385,10 @@ class ClusterRun:
     def _wait(self, intervene: Intervene) -> None:
         """Wait until workers have ended by themselves: to save the model, or with the error that ends the job."""
         _note_members(self)  # the last ones may have come together with the job's end
+        for handle in self._worth_waiting_for(0.0) if self._is_over else ():
+            if _was_given_up(self, handle.command.name):  # it would look for a coordinator for a minute
+                handle.signal(signal.SIGCONT)
+                handle.signal(signal.SIGTERM)
         began = said = time.monotonic()
         while left := self._worth_waiting_for(time.monotonic() - began):
             self._ended()

@@ -20,9 +20,9 @@
     28 base       u32   Push: where a shard's sum is a tree, how many more replicas than `replica`, the first, are in
                         the block; under a streaming policy, the version it was computed from
                         Version, Wait under a streaming policy: the clock
-                        (PullRows, Rows, PullWords, Words: the pull's number; CodecState: 1 for a copy for a snapshot;
-                        Replicate: the number of contributions in the update; Ack: 1 if the choice of contributions is
-                        here too)
+                        (PullRows, Rows, PullWords, Words: the pull's number; CodecState: 1 for a copy for a snapshot,
+                        2 for one that is a step ahead; Replicate: the number of contributions in the update;
+                        Ack: 1 if the choice of contributions is here too)
     32 weight     f64   (Replicate: the factor on the learning rate)
     40 length     u32   in bytes
     44 wants      u32   which parameters are asked for, or sent: 0 none, 1 the job's last version, r + 2 replica r's
@@ -40,7 +40,7 @@ from typing import NamedTuple
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
 
-PROTOCOL = 20
+PROTOCOL = 21
 _MAGIC = b"RLPT"
 _HEADER = struct.Struct("<4sBBBBIIIIIIdII")
 HEADER_BYTES = _HEADER.size
@@ -51,7 +51,7 @@ NEWEST = 4
 BAD_GRADIENT = 8
 LENT = 16  # a frame's, not its header's: `pack` sets it, `unpack` leaves it out
 LATEST = (1 << 32) - 1
-COPY = 1
+COPY, AHEAD = 1, 2
 _FLAGS = NOT_FINITE | SKIP | NEWEST | BAD_GRADIENT
 
 

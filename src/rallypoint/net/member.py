@@ -86,7 +86,7 @@ class CoordinatorLink:
     given this member up and admits it as a new one. Nothing is believed of whoever listens at one of the places and
     does not prove that it knows the token (and, once this member is admitted, its secret): the link tries again.
 
-    `credentials` are those of this member, for its links to servers too.
+    `credentials` are those of this member, for its links to servers too. `admitted`: a coordinator knows it now.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CoordinatorLink:
         self._listening_at = listening_at
         self.credentials = Credentials(me)
         self._process = secrets.token_bytes(_NAME_BYTES)
-        self._admitted = me.role == "observer"
+        self.admitted = me.role == "observer"
         self._knows = Knows()  # the newest view that came
         self._unsent: deque[Message] = deque()
         self._reports = LastReports()
@@ -137,7 +137,7 @@ class CoordinatorLink:
         """Send a message now, or as soon as the coordinator is back. Any thread may call it."""
         with self._lock:
             self._reports.note(message)
-            if self._admitted:
+            if self.admitted:
                 self._channel.send_message(message)
             else:
                 self._unsent.append(message)
@@ -269,7 +269,7 @@ class CoordinatorLink:
 
     def _say_the_rest(self) -> None:
         with self._lock:
-            self._admitted = True
+            self.admitted = True
             while self._unsent:
                 self._channel.send_message(self._unsent.popleft())
 
@@ -277,7 +277,7 @@ class CoordinatorLink:
 
     def _beat(self) -> None:
         while not self._closed.wait(self.welcome.heartbeat / _BEATS):
-            if self._admitted:
+            if self.admitted:
                 self._channel.send_message(self._next_beat())
 
     def _next_beat(self) -> Beat:
@@ -296,7 +296,7 @@ class CoordinatorLink:
         failed = False
         while not self._closed.wait(self.welcome.heartbeat / _BEATS):
             try:
-                sample = self._sampler.sample(time.monotonic()) if self._admitted else None
+                sample = self._sampler.sample(time.monotonic()) if self.admitted else None
             except Exception as error:  # no free file descriptor for /proc, say: that passes
                 if not failed:
                     log.warning("this machine cannot be sampled: %r", error)
@@ -311,7 +311,7 @@ class CoordinatorLink:
         except Exception as fault:  # else this thread would end unseen: a member that lives and hears nothing
             log.error("the link to the coordinator has failed", exc_info=fault)
             with self._lock:
-                self._admitted = False
+                self.admitted = False
             self._forget()
             self._channel.close()
             if not self._closed.is_set():
@@ -323,7 +323,7 @@ class CoordinatorLink:
                 self._receive_some()
             except RallypointError as error:
                 with self._lock:
-                    self._admitted = False
+                    self.admitted = False
                 self._forget()
                 if isinstance(error, CorruptFrame):
                     log.warning("%s; connecting again", error)

@@ -23,7 +23,7 @@ from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import Answer, ServerShell, applied_in
 from rallypoint.errors import DamagedSnapshot
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header, Kind, wants
+from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, Header, Kind, wants
 from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Limits
 from rallypoint.observe.observed import observed
@@ -629,7 +629,7 @@ class Reducer:
         if self._codec_states is None or not self.shell.takes(header.shard, header.view):
             return
         may = self.shell.may_contribute(event.worker, header.replica, 1)
-        if header.base != COPY:  # answered in any case: who was given up meanwhile says it until it is
+        if not header.base:  # answered in any case: who was given up meanwhile says it until it is
             data = event.data if may else memoryview(b"")
             self._codec_states.given(header, data, event.worker, self._upcoming(header))
         elif may:

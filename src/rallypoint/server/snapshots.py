@@ -14,7 +14,7 @@ from rallypoint.core.shard.relay import Relay, StateAnswer
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.handover import Key
 from rallypoint.errors import RallypointError
-from rallypoint.net.frames import Header, Kind
+from rallypoint.net.frames import AHEAD, Header, Kind
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.inbox import Event, Restored, RestoreFailed, StateRecalled
 from rallypoint.server.job import ServerJob
@@ -41,7 +41,7 @@ class StateRelay:
         self._relay: Relay[CodecState] = Relay(me)
         self._formats, self._replicas, self._send = formats, replicas, send
         self._generation: ViewNumber | None = None
-        self._copies: dict[Key, CodecState] = {}
+        self._copies: dict[Key, tuple[int, CodecState]] = {}  # with the version that it is for
         self.records: dict[int, ShardRecord] = {}  # for a snapshot, complete except for codec states
 
     def adopt(self, view: View) -> None:
@@ -69,9 +69,9 @@ class StateRelay:
 
     def copied(self, header: Header, data: memoryview) -> None:
         """A copy arrived for a snapshot of the version after its step. Without data: it begins without a state."""
-        key = (header.shard, header.replica)
-        if key not in self._copies or self._copies[key].step != header.step:
-            self._copies[key] = CodecState(header.step, header.codec, data)
+        key, version = (header.shard, header.replica), header.step + 1
+        if key not in self._copies or self._copies[key][0] != version:
+            self._copies[key] = version, CodecState(header.step + (header.base == AHEAD), header.codec, data)
 
     def awaited(self, record: ShardRecord, place: Shard) -> bool:
         """The shard was copied for a snapshot. Returns True if the record is kept here until `complete`."""
@@ -85,14 +85,15 @@ class StateRelay:
         record = self.records.get(index)
         if record is None:
             return None
-        copies = {r: self._copies.get((index, r)) for r in range(self._replicas)}
-        there = {r: c for r, c in copies.items() if c is not None and c.step == record.version - 1}
+        copies = {r: self._copies.get((index, r), (-1, None)) for r in range(self._replicas)}
+        there = {r: copy for r, (version, copy) in copies.items() if copy is not None and version == record.version}
         if len(there) < self._replicas and not at_last:
             return None
         del self.records[index]
         for replica in there:
             del self._copies[index, replica]
-        return replace(record, codec_states={r: np.frombuffer(c.data, np.uint8) for r, c in there.items() if c.data})
+        states = {r: np.frombuffer(c.data, np.uint8) for r, c in there.items() if c.data}
+        return replace(record, codec_states=states, ahead=tuple(r for r in states if there[r].step == record.version))
 
     def abandon(self) -> None:
         """The snapshot was stopped."""
@@ -101,7 +102,7 @@ class StateRelay:
     def restored(self, record: ShardRecord, place: Shard) -> None:
         """A shard was read from a snapshot, with its codec states. Workers with these replicas will ask for them."""
         for replica, array in record.codec_states.items():
-            step = record.version - 1
+            step = record.version - (replica not in record.ahead)
             codec_state = CodecState(step, self._formats.of(place).code, array.data)
             self._relay.restored(record.shard, replica, step, codec_state)
 
@@ -204,7 +205,9 @@ class SnapshotCapture:
             return
         with self._tracer.span("capture", shard=shard, version=version):
             record = self._writer.copy(self._state(shard, version, clocks))
-        if not self._awaits_codec_states(shard, version, record):
+        if self._awaits_codec_states(shard, version, record):
+            self.codec_state_came(shard)  # all of them may be here
+        else:
             self._writer.put(record)
 
     def _awaits_codec_states(self, shard: int, version: int, record: ShardRecord) -> bool:

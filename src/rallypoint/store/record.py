@@ -48,6 +48,7 @@ class ShardRecord:
         scalars: numbers of the optimizer, such as {"step": 12.0}.
         clocks: the next step of each replica, in a streaming job.
         codec_states: replica -> its codec state for this shard at this version (`codec/build.py`), uint8.
+        ahead: the replicas whose codec state is the one after the contribution computed from this version.
     """
 
     shard: int
@@ -56,6 +57,7 @@ class ShardRecord:
     scalars: dict[str, float]
     clocks: tuple[int, ...] = ()
     codec_states: dict[int, Array] = field(default_factory=dict)
+    ahead: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -81,6 +83,7 @@ class _RecordHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     arrays: list[_Stored]
     clocks: tuple[_Count, ...] = ()
     memories: tuple[_Count, ...] = ()  # the replicas whose codec states are the last arrays
+    ahead: tuple[_Count, ...] = ()
 
 
 _heads = msgspec.msgpack.Decoder(_RecordHead)
@@ -106,8 +109,9 @@ def encode_chunks(record: ShardRecord, compression: Compression) -> list[bytes |
         for (name, array), payload in zip(named.items(), payloads, strict=True)
     ]
     described = _RecordHead(
-        record.shard, record.version, compression, record.scalars, arrays, record.clocks, tuple(record.codec_states)
-    )
+        record.shard, record.version, compression, record.scalars, arrays, record.clocks, tuple(record.codec_states),
+        record.ahead,
+    )  # fmt: skip
     head = msgspec.msgpack.encode(described)
     return [_PREFIX.pack(_MAGIC, len(head)) + head, *payloads]
 
@@ -137,7 +141,7 @@ def decode_record(data: bytes, most: int = _MAX_RECORD_BYTES) -> ShardRecord:
         raise DamagedSnapshot(f"a shard record lacks the array {error}") from None
     if any(array.dtype != np.uint8 for array in states.values()):
         raise DamagedSnapshot("a shard record has a codec state that is not of bytes")
-    return ShardRecord(head.shard, head.version, arrays, head.scalars, head.clocks, states)
+    return ShardRecord(head.shard, head.version, arrays, head.scalars, head.clocks, states, head.ahead)
 
 
 def _read_head(view: memoryview) -> tuple[_RecordHead, int]:

@@ -472,7 +472,9 @@ class OverlapMachine(WorkerMachine):
         if action is not None or not self._may_begin_early or self._initialise or self._installing >= 0:
             return action
         upcoming = self.upcoming
-        if upcoming is None or self.computing or self.target != self.step + 1 or not self._all_sent:
+        if upcoming is None or self.computing or self.target != self.step + 1:
+            return None
+        if any(is_owed(self, replica) for replica in self.assigned):
             return None
         return Compute(*upcoming)
 
@@ -480,10 +482,6 @@ class OverlapMachine(WorkerMachine):
         """True if these shards of the version that is being installed are in the model, or complete in their slots."""
         target = self.target
         return all(self._in_place(shard, target) for shard in shards)
-
-    @property
-    def _all_sent(self) -> bool:
-        return not any(is_owed(self, replica) for replica in self.assigned)
 
     # ---- what the main thread does ----
 

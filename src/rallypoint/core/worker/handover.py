@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from rallypoint.core.worker.slots import Effect, Give, Recall, ReleaseState, ResetCodecs
@@ -43,106 +43,16 @@ class Paths:
         return (home, self.connections[home]) if home in self.connections else None
 
 
-@dataclass(slots=True)
-class StateHandover:
-    """The codec states that this worker holds, recalls and gives. `shards` are those whose codec has states.
-
-    `missing`: for each replica being recalled, the shards that have not answered.
-    """
-
-    shards: tuple[int, ...]
-    _here: set[int] = field(default_factory=set)  # replicas whose codec states are here, or that start with none
-    missing: dict[int, set[int]] = field(default_factory=dict)
-    _asked: dict[Key, tuple[str, int]] = field(default_factory=dict)  # recalls: the connection that each was sent on
-    _giving: dict[Key, tuple[str, int] | None] = field(default_factory=dict)  # not acknowledged: connection, or None
-
-    @property
-    def settled(self) -> bool:
-        """True when no codec states are here or recalled, and the primaries have acknowledged all that were given."""
-        return not (self._here or self.missing or self._giving)
-
-    def ready(self, replica: int) -> bool:
-        """True if this worker may compute `replica`: all of its codec states are here."""
-        return replica in self._here
-
-    def drop_all(self) -> None:
-        """Drop everything: a new generation has begun and all codec states are stale."""
-        for known in (self._here, self.missing, self._asked, self._giving):
-            known.clear()
-
-    def recall(self, replica: int, paths: Paths) -> list[tuple[int, str]]:
-        """Recall the codec states of `replica`. Returns (shard, server) for each request to send now."""
-        if replica in self._here:
-            return []
-        asks = self._unasked(replica, paths)
-        self.missing.setdefault(replica, set(self.shards))
-        for shard, way in asks:
-            self._asked[shard, replica] = way
-        return [(shard, server) for shard, (server, _) in asks]
-
-    def _unasked(self, replica: int, paths: Paths) -> list[tuple[int, tuple[str, int]]]:
-        missing = sorted(self.missing.get(replica, self.shards))
-        ways = [(shard, paths.to(shard)) for shard in missing]
-        return [(shard, way) for shard, way in ways if way is not None and self._asked.get((shard, replica)) != way]
-
-    def answered(self, shard: int, replica: int) -> bool:
-        """The shard's primary has answered a recall. Returns False if this worker does not wait for that answer."""
-        missing = self.missing.get(replica, set())
-        if shard not in missing:
-            return False
-        missing.discard(shard)
-        self._asked.pop((shard, replica), None)
-        if not missing:
-            del self.missing[replica]
-            self._here.add(replica)
-        return True
-
-    def borrow(self, replica: int) -> None:
-        """Compute `replica` with the codec states that are here, and ignore later answers.
-
-        Its contributions make this worker the owner of the states at each primary: it must give back all of them later.
-        """
-        for shard in self.missing.pop(replica, set()):
-            self._asked.pop((shard, replica), None)
-        self._here.add(replica)
-
-    def release(self, keeps: AbstractSet[int]) -> list[Key]:
-        """Keep only the replicas `keeps`. Returns the (shard, replica) of all codec states to give back.
-
-        That includes states with which nothing was encoded here, and recalls without an answer: for the primary this
-        worker owns those too.
-        """
-        given = [(shard, replica) for replica in sorted(self._here - keeps) for shard in self.shards]
-        for replica in sorted(self.missing.keys() - keeps):
-            missing = self.missing.pop(replica)
-            given += [(s, replica) for s in self.shards if s not in missing or (s, replica) in self._asked]
-        self._here &= keeps
-        for key in given:
-            self._asked.pop(key, None)
-            self._giving[key] = None
-        return given
-
-    def to_give(self, paths: Paths) -> list[tuple[int, int, str]]:
-        """The (shard, replica, server) of each codec state to send now, and note it as sent on that connection."""
-        sends: list[tuple[int, int, str]] = []
-        for (shard, replica), sent in self._giving.items():
-            way = paths.to(shard)
-            if way is not None and way != sent:
-                self._giving[shard, replica] = way
-                sends.append((shard, replica, way[0]))
-        return sends
-
-    def taken(self, shard: int, replica: int) -> None:
-        """The shard's primary has acknowledged the codec state (or no longer needs it)."""
-        self._giving.pop((shard, replica), None)
-
-
 class NoCodecStates:
     """The interface, for jobs whose codecs have no state: any worker may compute any replica at once."""
 
     kept = False  # True if the job's codecs have states
-    settled = True  # see `StateHandover.settled`
-    missing: Mapping[int, AbstractSet[int]] = MappingProxyType({})  # see `StateHandover`
+    missing: Mapping[int, AbstractSet[int]] = MappingProxyType({})  # replicas being recalled: who has not answered
+
+    @property
+    def settled(self) -> bool:
+        """True when no codec states are here or recalled, and the primaries have acknowledged all that were given."""
+        return True
 
     def ready(self, replica: int) -> bool:
         """True if this worker has all codec states of `replica`."""
@@ -185,19 +95,27 @@ class NoCodecStates:
         """The shard's primary has acknowledged a codec state."""
 
 
-class CodecStateCustody(StateHandover, NoCodecStates):  # type: ignore[misc, override]
-    """For jobs whose codecs have states for `shards`. States move with replicas: see `core/worker/handover.py`."""
+class CodecStateCustody(NoCodecStates):
+    """For jobs whose codecs have states for `shards`: those that this worker holds, recalls and gives."""
 
     kept = True
 
     def __init__(self, shards: tuple[int, ...]) -> None:
-        StateHandover.__init__(self, shards)
+        self.shards = shards
+        self.missing: dict[int, set[int]] = {}
+        self._here = set[int]()  # replicas whose codec states are here, or that start with none
+        self._asked: dict[Key, tuple[str, int]] = {}  # recalls: the connection that each was sent on
+        self._giving: dict[Key, tuple[str, int] | None] = {}  # not acknowledged: the connection, or None
         self._stale = False  # the encoder still has to drop the states of the last generation
         self._over = False  # `hand_over` was called
         self._borrowed = frozenset[int]()
 
+    @property
+    def settled(self) -> bool:
+        return not (self._here or self.missing or self._giving)
+
     def ready(self, replica: int) -> bool:
-        return not (self._stale or self._over) and StateHandover.ready(self, replica)
+        return not (self._stale or self._over) and replica in self._here
 
     def may_prepare(self, replica: int | None, paths: Paths) -> bool:
         if replica is None or self._over or replica in self._here:
@@ -210,11 +128,20 @@ class CodecStateCustody(StateHandover, NoCodecStates):  # type: ignore[misc, ove
         if replica is None or self._over:
             return effects
         effects += self._give(paths)  # before the recall: it may be for states that this worker itself gives
-        return [*effects, *(Recall(shard, replica, server) for shard, server in self.recall(replica, paths))]
+        if replica not in self._here:
+            asks = self._unasked(replica, paths)
+            self.missing.setdefault(replica, set(self.shards))
+            self._asked |= {(shard, replica): way for shard, way in asks}
+            effects += [Recall(shard, replica, server) for shard, (server, _) in asks]
+        return effects
 
     def begin(self, replica: int) -> None:
-        if not StateHandover.ready(self, replica):
-            self.borrow(replica)
+        """Its contributions make this worker the owner of the states at each primary, and later answers do not count:
+        it must give back all of them."""
+        if replica not in self._here:
+            for shard in self.missing.pop(replica, set()):
+                self._asked.pop((shard, replica), None)
+            self._here.add(replica)
             self._borrowed = frozenset({replica})
 
     def end(self) -> frozenset[int]:
@@ -222,8 +149,17 @@ class CodecStateCustody(StateHandover, NoCodecStates):  # type: ignore[misc, ove
         return borrowed
 
     def keep_only(self, replicas: AbstractSet[int], paths: Paths) -> list[Effect]:
-        released: list[Effect] = [ReleaseState(*key) for key in self.release(replicas)]
-        return [*released, *self._give(paths)]
+        """It gives states too with which nothing was encoded here, and recalls without an answer: for the primary this
+        worker owns those too."""
+        given = [(shard, replica) for replica in sorted(self._here - replicas) for shard in self.shards]
+        for replica in sorted(self.missing.keys() - replicas):
+            missing = self.missing.pop(replica)
+            given += [(s, replica) for s in self.shards if s not in missing or (s, replica) in self._asked]
+        self._here &= replicas
+        for key in given:
+            self._asked.pop(key, None)
+            self._giving[key] = None
+        return [*(ReleaseState(*key) for key in given), *self._give(paths)]
 
     def hand_over(self, paths: Paths) -> list[Effect]:
         self._over = True
@@ -232,10 +168,33 @@ class CodecStateCustody(StateHandover, NoCodecStates):  # type: ignore[misc, ove
     def rolled_back(self) -> None:
         self._stale = True
         self._borrowed = frozenset()
-        self.drop_all()
+        for known in (self._here, self.missing, self._asked, self._giving):
+            known.clear()
 
     def _give(self, paths: Paths) -> list[Effect]:
-        return [Give(shard, replica, server) for shard, replica, server in self.to_give(paths)]
+        """What is not acknowledged, and was not sent on the connection that is up."""
+        ways = {key: way for key, sent in self._giving.items() if (way := paths.to(key[0])) not in (None, sent)}
+        self._giving |= ways
+        return [Give(shard, replica, way[0]) for (shard, replica), way in ways.items() if way is not None]
+
+    def _unasked(self, replica: int, paths: Paths) -> list[tuple[int, tuple[str, int]]]:
+        missing = sorted(self.missing.get(replica, self.shards))
+        ways = [(shard, paths.to(shard)) for shard in missing]
+        return [(shard, way) for shard, way in ways if way is not None and self._asked.get((shard, replica)) != way]
+
+    def answered(self, shard: int, replica: int) -> bool:
+        missing = self.missing.get(replica, set())
+        if shard not in missing:
+            return False
+        missing.discard(shard)
+        self._asked.pop((shard, replica), None)
+        if not missing:
+            del self.missing[replica]
+            self._here.add(replica)
+        return True
+
+    def taken(self, shard: int, replica: int) -> None:
+        self._giving.pop((shard, replica), None)
 
 
 class Encoding(enum.Enum):

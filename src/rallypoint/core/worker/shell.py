@@ -20,49 +20,44 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.core.worker import slots
 from rallypoint.core.worker.aligned import WorkerMachine, is_between
 from rallypoint.core.worker.ending import Ending, LeasedVersion, Reaching
-from rallypoint.core.worker.handover import NoCodecStates, Paths
+from rallypoint.core.worker.handover import Key, NoCodecStates, Paths
 from rallypoint.core.worker.rolling import RollingMachine
-from rallypoint.core.worker.slots import (
-    Action,
-    Arriving,
-    Compute,
-    DropArriving,
-    Effect,
-    Ended,
-    Evaluate,
-    Follow,
-    Installed,
-    LinkLost,
-    LinkUp,
-    ReplicaAbandoned,
-    ReplicaComputed,
-    Send,
-    Slot,
-    Store,
-    UploadFirst,
-    Viewed,
-)
 from rallypoint.core.worker.streaming import StreamMachine
 
 
 class WorkerSnapshots:
-    """The interface, for jobs in which nothing of a worker goes into a snapshot: the servers write it alone."""
+    """The interface, for jobs in which nothing of a worker goes into a snapshot: the servers write it alone.
 
-    def wanted(self, snapshot: Store) -> None:
+    Attributes:
+        version: that of the snapshot that needs codec states; 0: none.
+        sent: the connection on which each codec state's copy was sent; None: it goes with a contribution.
+    """
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.sent: dict[Key, tuple[str, int] | None] = {}
+
+    def wanted(self, snapshot: slots.Store) -> None:
         """The coordinator asks for this worker's part of `snapshot`."""
 
-    def due(self, holds: int) -> Store | None:
+    def due(self, holds: int) -> slots.Store | None:
         """The share that the main thread has to store now, or None; `holds` is the version of the model."""
         return None
 
     def begun(self) -> None:
         """The main thread begins to store the share that `due` returned."""
 
-    def copies(self, send: Send) -> bool:
+    def copies(self, send: slots.Send) -> bool:
         """True if the codec state before this contribution belongs to the requested snapshot."""
         return False
+
+    def owed(self, replicas: Iterable[int], paths: Paths, view: ViewNumber) -> list[slots.GiveCopy]:
+        """The copies of these replicas' codec states that may be sent now, and were not. Changes nothing."""
+        return []
 
     def rolled_back(self) -> None:
         """Drop the request for codec states: a new generation has begun."""
@@ -72,12 +67,13 @@ class ModelShares(WorkerSnapshots):
     """For AllReduce: each worker stores a share of the model, once its model is at the snapshot's version or later."""
 
     def __init__(self) -> None:
-        self._wanted: Store | None = None
+        super().__init__()
+        self._wanted: slots.Store | None = None
 
-    def wanted(self, snapshot: Store) -> None:
+    def wanted(self, snapshot: slots.Store) -> None:
         self._wanted = snapshot
 
-    def due(self, holds: int) -> Store | None:
+    def due(self, holds: int) -> slots.Store | None:
         return self._wanted if self._wanted is not None and holds >= self._wanted.version else None
 
     def begun(self) -> None:
@@ -86,21 +82,37 @@ class ModelShares(WorkerSnapshots):
 
 class CodecStateSnapshots(WorkerSnapshots):
     """For codecs with states, those of `shards`: the states of version v are those before the first contribution
-    computed from v. A server that does not get them all gives the snapshot up: this worker may hear of it too late."""
+    computed from v, or after it and with it. They go with that contribution; or at once, if it was sent already, or is
+    not computed for now (the job is paused). A server that does not get them all gives the snapshot up."""
 
     def __init__(self, machine: WorkerMachine, shards: Collection[int]) -> None:
+        super().__init__()
         self._machine, self._shards = machine, shards
-        self._captured = -1
 
-    def wanted(self, snapshot: Store) -> None:
-        self._captured = snapshot.version
+    def wanted(self, snapshot: slots.Store) -> None:
+        self.version = snapshot.version
+        self.sent.clear()
 
-    def copies(self, send: Send) -> bool:
-        before = self._machine.cadence.updates_before(send.shard, self._captured)
-        return send.step == before > 0 and send.shard in self._shards
+    def copies(self, send: slots.Send) -> bool:
+        if not (send.step == self._before(send.shard) > 0 and send.shard in self._shards):
+            return False
+        self.sent[send.shard, send.replica] = None
+        return True
+
+    def owed(self, replicas: Iterable[int], paths: Paths, view: ViewNumber) -> list[slots.GiveCopy]:
+        ways = [(shard, self._before(shard), paths.to(shard)) for shard in self._shards]
+        return [
+            slots.GiveCopy(shard, replica, before, way[0], view)
+            for replica in replicas for shard, before, way in ways
+            if before > 0 and way is not None and self.sent.get((shard, replica), ()) not in (None, way)
+        ]  # fmt: skip
+
+    def _before(self, shard: int) -> int:
+        return self._machine.cadence.updates_before(shard, self.version)
 
     def rolled_back(self) -> None:
-        self._captured = -1
+        self.version = 0
+        self.sent.clear()
 
 
 _LONGEST_REST = 64  # steps
@@ -171,10 +183,10 @@ class LinkTable:
         assert self.connections.keys() <= self._links.keys(), f"{set(self.connections) - set(self._links)} not linked"
         assert len(set(self.connections.values())) == len(self.connections), "two connections have one number"
 
-    def follow(self, view: View, *, on: bool) -> list[Effect]:
+    def follow(self, view: View, *, on: bool) -> list[slots.Effect]:
         """Follow each server of `view` that is linked, or (`on=False`) follow it no more."""
         linked = sorted(self.connections.keys() & {server.id for server in view.servers})
-        return [Follow(server, on) for server in linked]
+        return [slots.Follow(server, on) for server in linked]
 
 
 @dataclass(slots=True)
@@ -236,12 +248,12 @@ class Route:
             backup={}, paired={}, homed={},
         )  # fmt: skip
 
-    def only_on_it(self, effects: Iterable[Effect], step: int) -> list[Effect]:
+    def only_on_it(self, effects: Iterable[slots.Effect], step: int) -> list[slots.Effect]:
         """`effects` without requests to follow servers that are not on the route; `step`: see `Follow`."""
         if not self.through:
             return list(effects)
-        on_it = (e for e in effects if not isinstance(e, Follow) or e.server == self.through)
-        return [replace(effect, step=max(0, step)) if isinstance(effect, Follow) else effect for effect in on_it]
+        on_it = (e for e in effects if not isinstance(e, slots.Follow) or e.server == self.through)
+        return [replace(effect, step=max(0, step)) if isinstance(effect, slots.Follow) else effect for effect in on_it]
 
 
 Machine = WorkerMachine | StreamMachine | RollingMachine
@@ -297,16 +309,16 @@ class WorkerShell:
         between = before is not None and is_between(self.machine, before, view)
         return self.links.to_end(before, view, between=between)
 
-    def adopt(self, view: View, ended: Iterable[str]) -> list[Effect]:
+    def adopt(self, view: View, ended: Iterable[str]) -> list[slots.Effect]:
         """Put `view` in force, after the links to the servers `ended` have ended. Returns the effects to run."""
         before = self._view
-        effects: list[Effect] = []
+        effects: list[slots.Effect] = []
         for server in ended:
             self.links.end(server)
-            effects += self._link_gone(server, broken=False)
+            effects += self.link_lost(server, broken=False)
         self._view = view
         self.route.adopt(view)
-        effects += self.route.only_on_it(self.machine.handle(Viewed(self.route.seen(view))), self.machine.step)
+        effects += self.route.only_on_it(self.machine.handle(slots.Viewed(self.route.seen(view))), self.machine.step)
         if before is not None and before.generation != view.generation:
             self.states.rolled_back()
             self.snapshots.rolled_back()
@@ -315,44 +327,41 @@ class WorkerShell:
         self.leased.adopt(view, back=back)
         return [*effects, *self._keep_only(frozenset() if back else self.machine.keeps)]
 
-    def link_up(self, server: str) -> list[Effect]:
+    def link_up(self, server: str) -> list[slots.Effect]:
         """The link to `server` is up (again). Returns the effects to run."""
         if not self.links.up(server) or server == self.route.aggregator:
             return []  # `adopt` has ended it meanwhile; or the next step goes through it
-        effects = self.route.only_on_it(self.machine.handle(LinkUp(server)), self.machine.step)
+        effects = self.route.only_on_it(self.machine.handle(slots.LinkUp(server)), self.machine.step)
         return [*effects, *self._keep_only(self.machine.keeps)]
 
-    def link_lost(self, server: str) -> list[Effect]:
-        """The link to `server` is down; the caller may open it again. Returns the effects to run."""
-        return self._link_gone(server, broken=True)
-
-    def _link_gone(self, server: str, *, broken: bool) -> list[Effect]:
+    def link_lost(self, server: str, *, broken: bool = True) -> list[slots.Effect]:
+        """The link to `server` is down; the caller may open it again, if it is `broken`. Returns the effects to run."""
         self.links.lost(server)
         if server != self.route.through:
-            return [] if server == self.route.aggregator else self.machine.handle(LinkLost(server))
+            return [] if server == self.route.aggregator else self.machine.handle(slots.LinkLost(server))
         # All that the aggregator may have had is computed and sent again, to the servers.
         self.route.leave(broken=broken)
         follow = self.links.follow(self.view, on=True) if self.machine.following else []
-        return [*follow, *self.machine.handle(LinkLost(server)), *self.machine.handle(Viewed(self.view))]
+        return [*follow, *self.machine.handle(slots.LinkLost(server)), *self.machine.handle(slots.Viewed(self.view))]
 
     # ---- the route ----
 
-    def arriving(self, event: Arriving, server: str) -> list[Effect]:
+    def arriving(self, event: slots.Arriving, server: str) -> list[slots.Effect]:
         """The header of a version has arrived from `server`. Returns Land or Discard, and other effects to run."""
-        return self.machine.handle(event) if self.route.takes_from(server) else [DropArriving(event.shard)]
+        return self.machine.handle(event) if self.route.takes_from(server) else [slots.DropArriving(event.shard)]
 
-    def _go_through_aggregator(self) -> list[Effect]:
+    def _go_through_aggregator(self) -> list[slots.Effect]:
         """A step begins: from this one on all contributions go through the aggregator, if it can be reached."""
         machine, route = self.machine, self.route
         if not route.step_begins() or not machine.following or route.aggregator not in self.links.connections:
             return []
-        busy = any(slot in (Slot.LANDING, Slot.QUEUED) for slot in machine.slots)
+        busy = any(slot in (slots.Slot.LANDING, slots.Slot.QUEUED) for slot in machine.slots)
         if busy or machine.presum.sent or not 0 <= machine.step < machine.steps:
             return []
         route.through = route.aggregator
-        effects = [*machine.handle(Viewed(route.seen(self.view))), *machine.handle(LinkUp(route.through))]
-        effects = [effect for effect in effects if not isinstance(effect, Follow)]
-        return [Follow(route.through, step=machine.step), *self.links.follow(self.view, on=False), *effects]
+        effects = [*machine.handle(slots.Viewed(route.seen(self.view))), *machine.handle(slots.LinkUp(route.through))]
+        effects = [effect for effect in effects if not isinstance(effect, slots.Follow)]
+        return [slots.Follow(route.through, step=machine.step), *self.links.follow(self.view, on=False), *effects]
 
     @property
     def paths(self) -> Paths:
@@ -361,51 +370,64 @@ class WorkerShell:
 
     # ---- what the main thread does ----
 
-    def next_action(self) -> Action | Store | Ended | Evaluate | None:
+    def next_action(self) -> slots.Action | slots.Store | slots.Ended | slots.Evaluate | None:
         """The main thread's next action; None when it has to wait. Changes nothing."""
-        action: Action | Store | Ended | None = self.snapshots.due(self.holds)
+        action: slots.Action | slots.Store | slots.Ended | None = self.snapshots.due(self.holds)
         if action is None and self.ending.due:
-            action = Ended(self.machine.step)
+            action = slots.Ended(self.machine.step)
         elif action is None:
             action = self.machine.next_action()
             if self.leased.holds_back(self._view, action):
                 action = None
             # Do not wait for a replica that was reassigned during its step: its new worker has the codec states by now.
-            waits = isinstance(action, Compute) and action.replica in self.machine.assigned
-            if waits and isinstance(action, Compute) and not self.states.ready(action.replica):
+            waits = isinstance(action, slots.Compute) and action.replica in self.machine.assigned
+            if waits and isinstance(action, slots.Compute) and not self.states.ready(action.replica):
                 action = None
         return self.leased.due(self._view, action) or action
 
-    def choose(self) -> Action | Store | Ended | Evaluate | None:
+    def choose(self) -> slots.Action | slots.Store | slots.Ended | slots.Evaluate | None:
         """Like `next_action`, and note that the main thread is about to do what is returned."""
         action = self.next_action()
-        if isinstance(action, Store):
+        if isinstance(action, slots.Store):
             self.snapshots.begun()
-        elif isinstance(action, Ended):
+        elif isinstance(action, slots.Ended):
             self.ending.take()
-        self._about = action.replica if isinstance(action, Compute) else None
+        self._about = action.replica if isinstance(action, slots.Compute) else None
         return action
 
     @property
     def may_prepare(self) -> bool:
         """True if `prepare` would do something now. Changes nothing."""
         known = self.states.kept and self._view is not None
-        return known and self.states.may_prepare(self._awaited(), self.paths)
+        return known and (self.states.may_prepare(self._awaited(), self.paths) or bool(self._owed()))
 
-    def prepare(self) -> list[Effect]:
+    def prepare(self) -> list[slots.Effect]:
         """Recall the codec states of the next replica. Call it when the main thread is about to wait.
 
         It also gives back the codec states of a replica that was reassigned before the main thread began to compute it:
-        its new worker waits for them. Returns the effects to run.
+        its new worker waits for them. And it copies those that a snapshot needs. Returns the effects to run.
         """
         if not self.states.kept or self._view is None:
             return []
         self._about = None
-        return [*self._keep_only(self.machine.keeps), *self.states.prepare(self._awaited(), self.paths)]
+        effects = [*self._keep_only(self.machine.keeps), *self.states.prepare(self._awaited(), self.paths)]
+        owed = self._owed()
+        self.snapshots.sent |= {(copy.shard, copy.replica): self.paths.to(copy.shard) for copy in owed}
+        return [*effects, *owed]
 
     def _awaited(self) -> int | None:
+        """The replica whose codec states are needed next; in a snapshot's version those of all are."""
         action = self.machine.next_action()
-        return action.replica if isinstance(action, Compute) and action.replica in self.machine.assigned else None
+        if not isinstance(action, slots.Compute) or action.replica not in self.machine.assigned:
+            return None
+        others = sorted(self.machine.assigned) if self.machine.step == self.snapshots.version else ()
+        return next((r for r in (action.replica, *others) if not self.states.ready(r)), action.replica)
+
+    def _owed(self) -> list[slots.GiveCopy]:
+        if self.machine.step != self.snapshots.version or self.next_action() is not None:
+            return []
+        ready = [replica for replica in sorted(self.machine.assigned) if self.states.ready(replica)]
+        return self.snapshots.owed(ready, self.paths, self.number)
 
     def finish(self) -> None:
         """The job has finished: nothing is left to do, and what is being computed will not be used."""
@@ -425,29 +447,29 @@ class WorkerShell:
 
     def begin_upload(self) -> ViewNumber | None:
         """Begin to upload the first weights. Returns their generation; None if this worker is not to upload now."""
-        return self.view.generation if self.machine.take(UploadFirst()) else None
+        return self.view.generation if self.machine.take(slots.UploadFirst()) else None
 
     def begin_replica(self, step: int, replica: int) -> ViewNumber | None:
         """Begin to compute `replica` of `step`. Returns its generation; None if it is not (or no longer) next."""
-        action = Compute(step, replica)
+        action = slots.Compute(step, replica)
         if self.finished or self.leased.holds_back(self._view, action) or not self.machine.take(action):
             return None
         self.states.begin(replica)
         return self.view.generation
 
-    def end_replica(self, *, whole: bool) -> list[Effect]:
+    def end_replica(self, *, whole: bool) -> list[slots.Effect]:
         """The main thread stopped computing the replica and writes no slot now; `whole`: it computed all of it."""
         self._about = None
-        effects = self.machine.handle(ReplicaComputed() if whole else ReplicaAbandoned())
+        effects = self.machine.handle(slots.ReplicaComputed() if whole else slots.ReplicaAbandoned())
         return [*effects, *self._keep_only(self.machine.keeps - self.states.end())]
 
-    def installed(self) -> list[Effect]:
+    def installed(self) -> list[slots.Effect]:
         """The main thread has copied the version into the model: free the slots. Returns the effects to run."""
-        effects = self.machine.handle(Installed())
+        effects = self.machine.handle(slots.Installed())
         effects += self._go_through_aggregator()
         return [*effects, *self._keep_only(self.machine.keeps)]
 
-    def _keep_only(self, replicas: frozenset[int]) -> list[Effect]:
+    def _keep_only(self, replicas: frozenset[int]) -> list[slots.Effect]:
         if not self.states.kept or self._view is None:
             return []
         return self.states.keep_only(replicas | ({self._about} if self._about is not None else set()), self.paths)

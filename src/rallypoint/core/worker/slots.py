@@ -282,7 +282,18 @@ class ResetCodecs:
     """Drop all codec states of the encoder: a new generation has begun."""
 
 
-CodecEffect = Recall | ReleaseState | Give | ResetCodecs
+@dataclass(frozen=True, slots=True)
+class GiveCopy:
+    """Send the shard's primary a copy of the codec state with which the contribution to `step` is encoded."""
+
+    shard: int
+    replica: int
+    step: int
+    server: str
+    view: ViewNumber
+
+
+CodecEffect = Recall | ReleaseState | Give | ResetCodecs | GiveCopy
 Effect = Send | Land | DropArriving | Fetch | Follow | AskNext | CodecEffect
 
 

@@ -303,12 +303,9 @@ class Chaos:
         return victim.command.name
 
     def _wake(self, run: ClusterRun) -> None:
-        view = run.console.state.view
         for when, handle in list(self._stopped):
             if time.monotonic() >= when:
                 handle.signal(signal.SIGCONT)
-                if run.console.finished and view is not None and handle.command.name not in view.workers + view.standby:
-                    handle.signal(signal.SIGTERM)  # it was given up, and would look for a coordinator for a minute
                 self._stopped.remove((when, handle))
                 run.console.console.print(f"[bold red]chaos[/bold red]: {handle.command.name} may go on")
 

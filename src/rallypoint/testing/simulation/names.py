@@ -33,10 +33,10 @@ from rallypoint.server import inbox
 from rallypoint.server.intake import FrameChecks, Intake
 from rallypoint.server.job import ServerJob
 from rallypoint.server.member import ListeningMember, Views
-from rallypoint.store.record import Array, ShardRecord, decode_record
+from rallypoint.store.record import ShardRecord, decode_record
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR, SimulatedMembership
-from rallypoint.testing.simulation.network import RETRY_S, Call, Node, Tokens, Wire, World
+from rallypoint.testing.simulation.network import RETRY_S, Call, Node, Tokens, Wire
 from rallypoint.testing.simulation.operating import server_checks
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, scale_after, scale_of
 from rallypoint.worker.exchange.links import ExchangeContext
@@ -285,8 +285,8 @@ class NamedShard:
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
         """The whole state; without `wires` for a snapshot."""
         stored = self.wire[version] if self.shard.index in self.server.job.buffer_shards and not wires else self.master
-        array = _array(self.server.world, (stored, dict(self.wire) if wires else None))
-        return ShardRecord(self.shard.index, version, {"master": array}, {}, tuple(clocks))
+        name = self.server.world.tokens.bytes_of((stored, dict(self.wire) if wires else None))
+        return ShardRecord(self.shard.index, version, {"master": np.frombuffer(name, np.uint8)}, {}, tuple(clocks))
 
     def load(self, record: ShardRecord) -> None:
         """Replace the state."""
@@ -299,10 +299,6 @@ class NamedShard:
         else:
             self.master = State(content) if self.server.job.averages(self.shard.index) else content
             self.keep(record.version, record.version)
-
-
-def _array(world: World, thing: Any) -> Array:
-    return np.frombuffer(world.tokens.bytes_of(thing), np.uint8)
 
 
 class NothingMore(LinkError):

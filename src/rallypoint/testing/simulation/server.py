@@ -157,8 +157,11 @@ class SimulatedServer(PlayedMember, ServerService):
         if isinstance(event, inbox.Restored):
             of, kept = self.world.tokens, dict[int, Any]()
             for replica, state in event.record.codec_states.items():  # behind the name is what was sent last
-                residual = of.of(state[:TOKEN])._replace(generation=event.generation)
-                kept[replica] = np.frombuffer(bytes(of.bytes_of(residual)) + bytes(state[TOKEN:]), np.uint8)
+                renewed = [
+                    bytes(of.bytes_of(of.of(name)._replace(generation=event.generation)))
+                    for name in (state[:TOKEN], state[-TOKEN:])
+                ]  # fmt: skip
+                kept[replica] = np.frombuffer(bytes(state[TOKEN:-TOKEN]).join(renewed), np.uint8)
             event = replace(event, record=replace(event.record, codec_states=kept))
         self.reducer_event(event)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rallypoint.core.layout import Layout
-from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import Arriving, CodecEffect, Effect, Event, Land, Landed, Slot, Slots, SlotSent
 from rallypoint.errors import ProtocolError
@@ -72,11 +71,6 @@ class LockedShell:
         self.progress = Progress()  # of the main thread
         self.cores = cores or SharedCores()  # without a server in this process nobody waits for it
         self.activity = 0  # rises whenever the main thread gets on
-
-    @property
-    def number(self) -> ViewNumber:
-        """The number of the view in force."""
-        return self.shell.number
 
     def handle(self, event: Event) -> None:
         """Pass one event to the machine. Takes the lock, then runs the effects without it."""

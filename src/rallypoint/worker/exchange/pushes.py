@@ -19,24 +19,13 @@ from rallypoint.core.layout import Layout, Shard, forward_ranks
 from rallypoint.core.order import derive_seed
 from rallypoint.core.sums import DIGEST_BYTES, Part, dense_shards
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker import slots
 from rallypoint.core.worker.aligned import OverlapMachine
 from rallypoint.core.worker.handover import Encoding, Key, encoding_of
 from rallypoint.core.worker.shell import WorkerShell
-from rallypoint.core.worker.slots import (
-    CodecEffect,
-    Compute,
-    Filled,
-    Give,
-    Install,
-    Recall,
-    ReleaseState,
-    ResetCodecs,
-    Send,
-)
 from rallypoint.errors import ProtocolError
 from rallypoint.net.channel import Rank
-from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header, Kind, wants
+from rallypoint.net.frames import AHEAD, BAD_GRADIENT, COPY, NOT_FINITE, Header, Kind, wants
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.optim import Pieces
 from rallypoint.worker.exchange.links import Links, nothing
@@ -52,6 +41,10 @@ class Payload:
     code: int
     data: memoryview
     buffer: Buffer
+
+
+class EncoderClosed(Exception):
+    """The codec states go to others: what would be encoded is not sent."""
 
 
 class Encoder:
@@ -72,24 +65,24 @@ class Encoder:
         self._decoders = threading.local()
         self._pools = [None] * len(layout.shards) if narrow else _pools(layout, ShardCodecs(config, self._scratch))
         self.raw = frozenset(shard for shard, pool in enumerate(self._pools) if pool is None)  # not encoded
-        self.closed = False
+        self._encode_locked: Callable[..., Payload | None] = self._encode
 
     def encode(self, shard: int, step: int, replica: int, values: torch.Tensor) -> Payload | None:
         """Encode `values` (the shard's words, 1-D fp32) as a payload. The caller releases its buffer.
 
         Returns None if the contribution goes raw: the group's codec is raw, or the values contain a NaN or an infinity
-        that the codec cannot carry and that the servers must see; and once it is `closed`.
+        that the codec cannot carry and that the servers must see. Raises EncoderClosed after `close`.
         """
         pool = self._pools[shard]
         if pool is None:
             return None
         with self._lock:
-            return None if self.closed else self._encode((shard, replica), step, values, pool)
+            return self._encode_locked((shard, replica), step, values, pool)
 
     def close(self) -> None:
         """Encode nothing any more: the codec states go to others. Waits for what is being encoded."""
         with self._lock:
-            self.closed = True
+            self._encode_locked = _closed
 
     def reset(self) -> None:
         """Drop all codec states: a roll-back has made them stale."""
@@ -110,14 +103,16 @@ class Encoder:
             return codec_state
 
     def copy(self, shard: int, replica: int, step: int) -> CodecState | None:
-        """Return a copy of the codec state of (shard, replica) after `step`, without data if the next contribution is
-        encoded without one; None if that was encoded already."""
+        """Return a copy of the codec state with which the contribution to `step` is encoded, without data if there is
+        none; or of the one after it, which has that contribution. None if a later one was encoded already."""
         key = (shard, replica)
         with self._lock:
-            kept = self._kept.get(key, (-1, None))[0]
-            if kept > step or self.closed:
+            kept, _ = self._kept.get(key, (None, None))
+            encoding = encoding_of(kept, step, drops=self._config.quorum is not None)
+            if encoding is Encoding.OVER or self._encode_locked is _closed:
                 return None
-            return self._dump(key) if kept == step else CodecState(step, 0, memoryview(b""))
+            without = kept is None or encoding is Encoding.ANEW
+            return CodecState(step - 1, 0, memoryview(b"")) if without else self._dump(key)
 
     def take(self, shard: int, replica: int, codec_state: CodecState | None) -> None:
         """Install a codec state that another worker had; None drops the one here.
@@ -201,6 +196,10 @@ class Encoder:
             shard = self._layout.shards[key[0]]
             self._codecs[key] = build(codec_of(self._config, shard.group), shard.shape, self._scratch)
         return self._codecs[key]
+
+
+def _closed(*about: object) -> None:
+    raise EncoderClosed
 
 
 def _pools(layout: Layout, codecs: ShardCodecs) -> list[BufferPool | None]:
@@ -334,7 +333,7 @@ class Pushes:
         """Set what the next `push` of this part of a table sends."""
         self._rows[shard] = gradient
 
-    def push(self, send: machine.Send) -> None:
+    def push(self, send: slots.Send) -> None:
         """Send one shard's contribution. It is lost if its link is lost."""
         place = self._layout.shards[send.shard]
         if place.part is not None:
@@ -343,23 +342,27 @@ class Pushes:
         if send.count > 1:
             self._push_block(send, self._nbytes[send.shard])
             return
-        values = self.words(send.shard)
-        raw = send.shard in self._encoder.raw
-        payload = None if raw else self._encoder.encode(send.shard, send.step, send.replica, values)
+        values, payload = self.words(send.shard), None
+        if send.shard not in self._encoder.raw:
+            try:
+                payload = self._encoder.encode(send.shard, send.step, send.replica, values)
+            except EncoderClosed:
+                self._sent(send.shard, send.serial)
+                return
         parameters = place.role == "parameters"  # buffers hold numbers of any type
         whole = not parameters or self._whole(values)
         weight = self.weight if parameters else 1.0
-        if payload is None and not self._encoder.closed:
+        if payload is None:
             self._push_slot(send, self._header(send, self._nbytes[send.shard], weight, whole=whole))
             return
-        if payload is not None and (link := self._links.get(send.server)) is not None:
+        if (link := self._links.get(send.server)) is not None:
             header = self._header(send, len(payload.data), weight, whole=whole)._replace(codec=payload.code)
             link.push(header, payload.data, sent=payload.buffer.release, rank=self._rank(send))
-        elif payload is not None:
+        else:
             payload.buffer.release()
         self._sent(send.shard, send.serial)  # the gradient was encoded into a buffer of its own: the slot is free
 
-    def _push_block(self, send: machine.Send, nbytes: int) -> None:
+    def _push_block(self, send: slots.Send, nbytes: int) -> None:
         block = self.partials.sum(send.shard)
         flags = (NOT_FINITE if block.losses else 0) | (BAD_GRADIENT if block.gradients else 0)
         bad = block.losses or block.gradients
@@ -367,7 +370,7 @@ class Pushes:
         header = self._header(send, nbytes, block.weight, whole=True)
         self._push_slot(send, header._replace(flags=flags, wants=sum(1 << bit for bit in named)))
 
-    def _push_slot(self, send: machine.Send, header: Header) -> None:
+    def _push_slot(self, send: slots.Send, header: Header) -> None:
         """Queue the slot's own bytes, unless the slot has been reused.
 
         After the machine decided to send, the link may have ended and reconnected. That freed the slot, so the main
@@ -380,11 +383,11 @@ class Pushes:
                 sent = partial(self._sent, send.shard, send.serial)
                 link.push(header, self.slot(send.shard), sent=sent, rank=self._rank(send))
 
-    def _rank(self, send: machine.Send) -> Rank:
+    def _rank(self, send: slots.Send) -> Rank:
         """A lower replica goes first: while it is missing, servers keep credit of the others back."""
         return (send.step, send.replica, self.ranks[send.shard]) if self.ranks else ()
 
-    def _push_rows(self, send: machine.Send, gradient: memoryview) -> None:
+    def _push_rows(self, send: slots.Send, gradient: memoryview) -> None:
         if (link := self._links.get(send.server)) is not None:
             columns = self._layout.shards[send.shard].columns
             whole = self._whole(decode_gradient(gradient, columns)[1].view(-1))
@@ -397,7 +400,7 @@ class Pushes:
             return values.finite
         return not self._examines or all_finite(values)  # type: ignore[arg-type]
 
-    def _header(self, send: machine.Send, nbytes: int, weight: float, *, whole: bool) -> Header:
+    def _header(self, send: slots.Send, nbytes: int, weight: float, *, whole: bool) -> Header:
         return Header(
             Kind.PUSH, send.view, shard=send.shard, replica=send.replica, step=send.step, length=nbytes, weight=weight,
             flags=(0 if self._finite else NOT_FINITE) | (0 if whole else BAD_GRADIENT), base=send.base + send.count - 1,
@@ -414,26 +417,26 @@ class LinkEffects:
     def __init__(self, shell: WorkerShell, links: Links, pushes: Pushes, codec_states: CodecStates | None) -> None:
         self._shell, self._links, self._pushes, self._codec_states = shell, links, pushes, codec_states
 
-    def run_locked(self, effect: machine.CodecEffect) -> None:
+    def run_locked(self, effect: slots.CodecEffect) -> None:
         """Run one effect on codec states. Needs the exchange's lock."""
         assert self._codec_states is not None, f"{effect}, though this job's codecs have no state"
         self._codec_states.run(effect)
 
-    def run(self, effects: Sequence[machine.Effect]) -> None:
+    def run(self, effects: Sequence[slots.Effect]) -> None:
         """Run all other effects, in order, without the lock."""
         for effect in effects:
             match effect:
-                case machine.Send():
+                case slots.Send():
                     if self._codec_states is not None and self._shell.snapshots.copies(effect):
                         self._codec_states.copy(effect)
                     self._pushes.push(effect)
-                case machine.Fetch(shard=shard, version=version, server=server):
+                case slots.Fetch(shard=shard, version=version, server=server):
                     if (link := self._links.get(server)) is not None:
                         link.fetch(shard, version, self._shell.number)
-                case machine.AskNext(shard=shard, replica=replica, server=server):
+                case slots.AskNext(shard=shard, replica=replica, server=server):
                     if (link := self._links.get(server)) is not None:
                         link.want(shard, replica, self._shell.number)
-                case machine.Follow(server=server, on=on, step=step):
+                case slots.Follow(server=server, on=on, step=step):
                     if (link := self._links.get(server)) is not None:
                         link.follow(self._shell.number, on=on, step=step)
                 case _:
@@ -454,20 +457,22 @@ class CodecStates:
         self._encoder, self._formats = encoder, formats
         self._given: dict[Key, CodecState] = {}  # taken out of the encoder, not yet confirmed by a server
 
-    def run(self, effect: CodecEffect) -> None:
+    def run(self, effect: slots.CodecEffect) -> None:
         """Run one effect."""
         match effect:
-            case ResetCodecs():
+            case slots.ResetCodecs():
                 self._encoder.reset()
                 self._given.clear()
-            case Recall(shard=shard, replica=replica, server=server):
+            case slots.Recall(shard=shard, replica=replica, server=server):
                 self._send(server, Header(Kind.RECALL, shard=shard, replica=replica), None)
-            case ReleaseState(shard=shard, replica=replica):
+            case slots.ReleaseState(shard=shard, replica=replica):
                 if (codec_state := self._encoder.give(shard, replica)) is not None:
                     self._given[shard, replica] = codec_state
                 else:
                     self._given.pop((shard, replica), None)
-            case Give(shard=shard, replica=replica, server=server):
+            case slots.GiveCopy():
+                self.copy(effect)
+            case slots.Give(shard=shard, replica=replica, server=server):
                 given = self._given.get((shard, replica))
                 self._send(server, _header(shard, replica, given), None if given is None else given.data)
 
@@ -497,12 +502,13 @@ class CodecStates:
             self._locked.apply(lambda: self._shell.states.hand_over(self._shell.paths))
         return self._shell.states.settled
 
-    def copy(self, send: Send) -> None:
-        """Send the codec state of the step before, for a snapshot. Call it before this step's contribution is sent."""
-        codec_state = self._encoder.copy(send.shard, send.replica, send.step - 1)
+    def copy(self, of: slots.Send | slots.GiveCopy) -> None:
+        """Send the codec state of the step before, for a snapshot; at the latest before the next step's."""
+        codec_state = self._encoder.copy(of.shard, of.replica, of.step)
         if codec_state is not None:
-            header = _header(send.shard, send.replica, codec_state)._replace(base=COPY)
-            self._send(send.server, header, codec_state.data, send.view)
+            base = COPY if codec_state.step < of.step else AHEAD
+            header = _header(of.shard, of.replica, codec_state)._replace(step=of.step - 1, base=base)
+            self._send(of.server, header, codec_state.data, of.view)
 
     def _send(self, server: str, header: Header, payload: memoryview | None, view: ViewNumber | None = None) -> None:
         """Send under the number of `view`, or of the view in force if `view` is None."""
@@ -607,7 +613,7 @@ class ReplicaPushes:
             part = self._presum.part(shard, self._replica)
         if part is not None:
             self._pushes.add_up(shard, self._replica, part)
-        self._locked.handle(Filled(shard, part))
+        self._locked.handle(slots.Filled(shard, part))
 
     def not_needed(self, shard: int, gradient: torch.Tensor) -> None:
         """The replica's gradient for this shard is whole: only record it, nobody needs it from here."""
@@ -616,7 +622,7 @@ class ReplicaPushes:
     def filled_rows(self, shard: int, gradient: memoryview) -> None:
         """Like `filled` for a part of a table. Its gradient (see `codec/base.py`) needs no slot."""
         self._pushes.set_rows(shard, gradient)
-        self._locked.handle(Filled(shard))
+        self._locked.handle(slots.Filled(shard))
 
     def computed(self) -> None:
         """The replica is computed: all of its contributions are queued or sent."""
@@ -647,7 +653,7 @@ class ForwardVersion:
     ) -> None:
         """`describe` says what the main thread waits for, as a phrase."""
         self.waited = 0.0
-        self._task = Compute(-1, -1)  # the replica in progress
+        self._task = slots.Compute(-1, -1)  # the replica in progress
         self._locked, self._pushes, self._links, self._describe = locked, pushes, links, describe
         machine = locked.machine
         self._machine = machine if isinstance(machine, OverlapMachine) else None
@@ -673,7 +679,7 @@ class ForwardVersion:
 
     def begin(self, step: int, replica: int) -> bool:
         """A replica begins. Returns True if its forward pass begins early."""
-        self.waited, self._task = 0.0, Compute(step, replica)
+        self.waited, self._task = 0.0, slots.Compute(step, replica)
         return self._machine is not None and self._machine.early
 
     def take(self, shards: Sequence[int]) -> list[int]:
@@ -697,7 +703,7 @@ class ForwardVersion:
             if self._locked.machine.rewound:
                 raise Rewound
             effects = self._locked.settle(self._locked.shell.installed())
-            self._locked.progress.given(Install(self._task.step), ends_round=True)
+            self._locked.progress.given(slots.Install(self._task.step), ends_round=True)
             self._locked.progress.given(self._task)
             self._locked.changed.notify_all()
         self._locked.effects.run(effects)

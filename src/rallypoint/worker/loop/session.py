@@ -333,7 +333,7 @@ class Job(MemberMessages):
             if (states := None if self._exchange is None else self._exchange.codec_states) is not None:
                 states.hand_over()
             time.sleep(max(LEAVE_WITHIN_S, self._link.welcome.heartbeat) - HAND_OVER_S)
-            if not self._finished and states is not None and not states.hand_over():
+            if not self._finished and states is not None and not states.hand_over() and self._link.admitted:
                 say(f"{self.id} ends before servers have its codec states: its replicas begin anew, and bytes differ")
         finally:
             if not self._finished:

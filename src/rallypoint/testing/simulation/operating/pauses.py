@@ -1,4 +1,4 @@
-"""`rallypoint pause` and `continue`, given to a simulated coordinator until it has answered; and when."""
+"""`rallypoint pause`, `snapshot` and `continue`, given to a simulated coordinator, and when."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from rallypoint.core.protocol import Ordered, Pause
-from rallypoint.testing.simulation.member import Given
+from rallypoint.core.protocol import Hello, Ordered, Pause, SnapshotWanted
+from rallypoint.testing.simulation.member import COORDINATOR, Given
 from rallypoint.testing.simulation.network import Node
 
 _LOOK_S = 20.0  # how often an operator looks whether the job is paused though it was let go on
@@ -57,6 +57,8 @@ class Operators:
 
         def paused(answer: Ordered, _: bool) -> None:
             self._tell(node, answer)
+            hello, ask = Hello("observer", node.name, "host", "", 0), lambda wire: wire.send(0, SnapshotWanted())
+            node.world.connect(node, COORDINATOR, hello, ask, lambda _: None)
             node.later(self._waiting[0], lambda: order(Pause(on=False), lambda *said: goes_on(answer, *said)))
 
         def goes_on(before: Ordered, answer: Ordered, again: bool) -> None:
