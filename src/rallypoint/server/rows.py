@@ -37,16 +37,16 @@ class OwnedRows:
     loss_scale = 0.0
     measured = True  # these gradients count in the global norm, like all others
 
-    def __init__(self, shard: Shard, table: str, config: JobConfig, pools: BufferPools) -> None:
+    def __init__(self, shard: Shard, table: str, config: JobConfig, pools: BufferPools, nothing: Buffer) -> None:
+        """`nothing` is an empty buffer."""
         assert shard.part is not None
-        self.shard, self._part = shard, shard.part
+        self.shard, self._part, self._nothing = shard, shard.part, nothing
         self._table, self._config, self._pools = table, config, pools
         self._optimizer = RowsOptimizer(config, shard.group, shard.part.rows, shard.columns)
         self.master = self._optimizer.master
         self._version = -1
         self._before: dict[int, Undo] = {}
         self._parts: dict[int, RowSum] = {}  # of the sum in progress, by the first replica
-        self._nothing = pools.take(0)
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
         """Begin version 0: compute the initial rows here."""
@@ -116,11 +116,9 @@ class OwnedRows:
         self._parts.clear()
 
     def release(self) -> None:
-        """Release every buffer."""
+        """Forget the earlier versions too."""
         self.abandon()
         self._before.clear()
-        self._nothing.release()
-        self._nothing = self._pools.take(0)
 
     # ---- versions ----
 

@@ -22,7 +22,7 @@ from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.replicas import contents
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, Names, State, Trained, combine, tree
-from rallypoint.testing.simulation.replicas.floats import Floats
+from rallypoint.testing.simulation.replicas.floats import ROWS, Floats
 from rallypoint.testing.simulation.replicas.script import ScriptStops, Undisturbed
 
 
@@ -90,9 +90,13 @@ class SimulatedJob:
         """The shards that a worker's model holds, which are all but tables, and their contents."""
         return [(shard, content) for shard, content in enumerate(model) if shard not in self.table_shards]
 
-    def looked_up(self, step: int, replica: int) -> list[int]:
-        """The parts of the table that this replica's samples need at `step`."""
-        return [shard for shard in sorted(self.table_shards) if combine(shard, step, replica, 51) % 3]
+    def looked_up(self, step: int, replica: int) -> dict[int, list[int]]:
+        """The parts of the table that this replica's samples need at `step`, and the rows of them."""
+        chosen = {shard: combine(shard, step, replica, 51) for shard in sorted(self.table_shards)}
+        return {
+            shard: [row for row in range(ROWS) if not row or chance >> row & 1]
+            for shard, chance in chosen.items() if chance % 3
+        }  # fmt: skip
 
     @cached_property
     def config(self) -> JobConfig:
@@ -255,7 +259,10 @@ class SimulatedJob:
 
     def gradient(self, shard: int, step: int, replica: int, model: Iterable[Content]) -> Content:
         """What `replica` contributes at `step` when the model is `model`."""
-        return combine(shard, step, replica, *model) if self.same_bytes else frozenset({(step, replica)})
+        if not self.same_bytes:
+            return frozenset({(step, replica)})
+        made = combine(shard, step, replica, *model)
+        return self.floats.sparse(made) if shard in self.table_shards else made
 
     def inner_after(self, inner: int, round: int, replica: int, model: Iterable[Content]) -> int:
         """The state of a replica's own optimizer after the round; 0 is that of a new one."""

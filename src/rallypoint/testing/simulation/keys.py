@@ -9,7 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
+from rallypoint.codec.base import encode_ids
 from rallypoint.config import JobConfig
 from rallypoint.core.keys import NEWEST
 from rallypoint.core.protocol import Beat, Done, GiveUp, Leaving, NewView, Propose
@@ -19,6 +21,7 @@ from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.names import NBYTES, TOKEN, SimulatedTransport, payload_of
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.replicas.contents import Content
+from rallypoint.testing.simulation.replicas.floats import ROWS
 from rallypoint.worker.keys import LOOK_AGAIN_S
 from rallypoint.worker.keys_exchange import KeyExchange, KeyRequest
 
@@ -70,7 +73,7 @@ def with_keys(job: SimulatedJob, keys: int) -> KeyedJob:
 
 GIVES_UP_S = 1.0  # from a script's error to the end of its process
 LEFT = "went back to a snapshot after its script had ended"
-_NO_ROWS, _ROW = memoryview(b""), memoryview(bytes(4))
+_NO_ROWS, _ALL_ROWS = memoryview(b""), encode_ids(torch.arange(ROWS, device="cpu"))
 
 
 class SimulatedKeys(KeyExchange):
@@ -210,7 +213,7 @@ class KeyedWorker:
 
     def _pull(self, exchange: SimulatedKeys, shards: list[int], version: int) -> None:
         self._asked, generation = exchange.need(
-            {shard: (_ROW if shard in self.job.table_shards else _NO_ROWS, NBYTES) for shard in shards}, version
+            {shard: (_ALL_ROWS if shard in self.job.table_shards else _NO_ROWS, NBYTES) for shard in shards}, version
         )
         assert generation == self._generation
 

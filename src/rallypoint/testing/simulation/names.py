@@ -80,7 +80,8 @@ class NamedBuffer:
         """The name. AssertionError if the memory has other floats by now."""
         if self.real is not None:
             buffer, floats = self.real
-            assert torch.equal(buffer.tensor, floats), f"the memory of {self._content} has other floats"
+            words = buffer.tensor[: len(floats)]
+            assert torch.equal(words, floats), f"the memory of {self._content} has other floats"
         return self._content
 
     @content.setter
@@ -400,7 +401,7 @@ class WireChannel:
         """Its payload."""
         if header.kind is Kind.PULL_ROWS:
             self.asked[header.shard, header.base] = self._content
-            return bytearray(self._content if isinstance(self._content, memoryview) else b"")
+            return bytearray(self._content)
         if self._content is None or isinstance(self._content, bytes | memoryview):
             return bytearray(self._content or b"")
         data = bytearray(NBYTES)

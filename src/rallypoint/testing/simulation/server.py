@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rallypoint.core.protocol import Leaving, NewView
+from rallypoint.core.protocol import Disproved, Leaving, Message, NewView
 from rallypoint.core.shard.clip import StepVerdict
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.view import ViewNumber
@@ -52,9 +52,8 @@ class ServedChannel(WireChannel):
             return self._server.job.sent(header.shard, content)
         if header.kind is Kind.ROWS and not header.flags & SKIP:
             asked = self.asked[header.shard, header.base]
-            for_what = (0, -1) if isinstance(asked, memoryview) else asked
-            server_checks.check_rows(self._server, header.shard, header.step, content, *for_what)
-            if header.shard in self._server.job.table_shards and for_what is not asked and not len(asked):
+            server_checks.check_rows(self._server, header.shard, header.step, content, *getattr(asked, "of", (0, -1)))
+            if header.shard in self._server.job.table_shards and not len(asked):
                 return None  # a store asks how far a shard is
         return content
 
@@ -186,6 +185,10 @@ class SimulatedServer(PlayedMember, ServerService):
             work()
         self._rest()
 
+    def say(self, message: Message) -> None:
+        assert not isinstance(message, Disproved), f"{self.node.name}: a backup has other bytes: {message}"
+        super().say(message)
+
     def not_finite(self, verdict: StepVerdict, *, alone: bool) -> None:
         if verdict.stops:
             super().not_finite(verdict, alone=alone)
@@ -242,9 +245,8 @@ class SimulatedServer(PlayedMember, ServerService):
         buffers = cast(NamedPool, self._job.pool).held
         unused = buffers - parts - len(arrived)
         assert 0 <= unused <= self.node.sending, f"{self.node.name}: {unused} buffers are held that nobody uses"
-        real = cast(NamedShards, self.reducer._parts.factory).pool
-        held = sum(shard.buffers for shard in self.held.values() if isinstance(shard, RealShard))
-        left = real.made - len(real.free) - held
+        factory = cast(NamedShards, self.reducer._parts.factory)
+        left = factory.held - sum(shard.buffers for shard in self.held.values() if isinstance(shard, RealShard))
         assert 0 <= left <= self.node.sending, f"{self.node.name}: {left} buffers with floats are held that nobody uses"
         for channel in self.channels:
             if channel.wire.open:

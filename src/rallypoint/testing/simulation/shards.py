@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
+from rallypoint.codec.base import encode_gradient
 from rallypoint.config import of_group
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.optim import InPlace
 from rallypoint.server.held import ShardFactory
-from rallypoint.server.shard import AveragedShard, GradientSum, OwnedShard, norms_of
+from rallypoint.server.rows import OwnedRows, first_rows, fits_rows
+from rallypoint.server.shard import fits, norms_of
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.names import NBYTES, NamedBuffer, NamedShard
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
-from rallypoint.testing.simulation.replicas.floats import WORDS
+from rallypoint.testing.simulation.replicas.floats import COLUMNS, ROWS, WORDS
 
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.server import SimulatedServer
@@ -25,40 +30,50 @@ class NamedShards(ShardFactory):
     """Allocates shards of names, and where names are of bytes the product's own beside them.
 
     Attributes:
-        pool: of the buffers with floats.
+        pool: of the buffers with floats; `pools`: of those with rows.
     """
 
     def __init__(self, server: SimulatedServer) -> None:
-        job, self.pool = server.job, BufferPool(WORDS)
-        super().__init__(job.config, job.layout, self.pool, BufferPools(), InPlace())
+        job, self.pool, self.pools = server.job, BufferPool(WORDS), BufferPools()
+        super().__init__(job.config, job.layout, self.pool, self.pools, InPlace())
         self._server = server
 
+    @property
+    def held(self) -> int:
+        """How many buffers somebody holds, beside the empty one here."""
+        return sum(pool.made - len(pool.free) for pool in (self.pool, *self.pools._pools.values())) - 1
+
     def allocate(self, index: int) -> Any:
-        """A shard. Tables, loss scales and sets of contributions have names only."""
+        """A shard. Loss scales and sets of contributions have names only."""
         server, job = self._server, self._server.job
-        if not job.same_bytes or index in job.table_shards or index == job.scale_shard:
+        if not job.same_bytes or index == job.scale_shard:
             return NamedShard(server, job.layout.shards[index])
-        return RealShard(server, job.layout.shards[index], cast(Any, super().allocate(index)), self.pool)
+        real: Any = super().allocate(index)
+        return (RealRows if index in job.table_shards else RealShard)(server, job.layout.shards[index], real, self)
 
 
 class RealShard(NamedShard):
     """Does with the floats what it does with the names, and compares them whenever they leave."""
 
-    def __init__(
-        self, server: SimulatedServer, shard: Shard, real: OwnedShard | AveragedShard, pool: BufferPool
-    ) -> None:
+    _fits = staticmethod(fits)  # would a backup take such a state?
+
+    def __init__(self, server: SimulatedServer, shard: Shard, real: Any, factory: NamedShards) -> None:
         super().__init__(server, shard)
-        self.real, self._pool, self._floats = real, pool, server.job.floats
+        self.real, self._factory, self._floats = real, factory, server.job.floats
+        self._config = of_group(server.job.config, shard.group)
 
     @property
     def buffers(self) -> int:
         """How many of the pool's buffers it holds for a use."""
-        sums = self.real._sum
-        assert isinstance(sums, GradientSum)
-        return sum(kept._pool is self._pool for kept in (*sums._parts.values(), *self.real._wire._raw.values()))
+        kept = (*self.real._sum._parts.values(), *self.real._wire._raw.values())
+        return sum(buffer._pool is self._factory.pool for buffer in kept)
+
+    @property
+    def _versions(self) -> set[int]:
+        return set(self.real._wire)
 
     def _filled(self, content: Content) -> Buffer:
-        buffer = self._pool.take()
+        buffer = self._factory.pool.take()
         if content is not None:  # None: what a backup gets of a step that is skipped
             buffer.tensor.copy_(self._floats.of(content.content if isinstance(content, State) else content))
         return buffer
@@ -86,8 +101,11 @@ class RealShard(NamedShard):
         self.real.mean(total_weight)
 
     def norms(self) -> tuple[float, ...]:
-        assert self.real.norms() == norms_of(self._floats.of(self.parts[0].content)), "the sum has other floats"
+        assert self.real.norms() == norms_of(self._gradient(self.parts[0].content)), "the sum has other floats"
         return super().norms()
+
+    def _gradient(self, content: Content) -> torch.Tensor:
+        return self._floats.of(content)
 
     def first_not_finite(self) -> int:
         assert self.real.first_not_finite() < 0
@@ -99,9 +117,13 @@ class RealShard(NamedShard):
         left, given = self.real.apply(update), super().apply(update)
         self._name(update, before, finished, part.content)
         if left is not None:
-            part.real = left[0], self._floats.of(part.content)
-        assert self.wire.keys() == set(self.real._wire), f"shard {self.shard.index} keeps other versions"
+            part.real = left[0], self._payload(part.content, update)
+        assert self.wire.keys() == self._versions, f"shard {self.shard.index} keeps other versions"
         return given
+
+    def _payload(self, content: Content, update: Apply) -> torch.Tensor:
+        """What a backup is sent of this finished gradient."""
+        return self._floats.of(content)
 
     def _name(self, update: Apply, before: Content, finished: Content, scaled: Content) -> None:
         if scaled != finished:
@@ -110,8 +132,7 @@ class RealShard(NamedShard):
         if update.scale is None or isinstance(self.master, Mean):
             return
         if self.real.measured:
-            config = of_group(self.server.job.config, self.shard.group)
-            self._floats.updated(self.master, before, scaled, update, config, self.shard.group)
+            self._floats.updated(self.master, before, scaled, update, self._config, self.shard.group)
         else:
             self._floats.scaled(self.master, scaled, 1.0)
 
@@ -137,7 +158,8 @@ class RealShard(NamedShard):
         master = self.master if wires or self.real.measured else self.wire[version]
         right = self._record(master, self.wire if wires else {}, version, clocks)
         assert (record.arrays.keys(), record.scalars) == (right.arrays.keys(), right.scalars), "another state"
-        assert all((record.arrays[name] == array).all() for name, array in right.arrays.items()), "another state"
+        assert all(np.array_equal(record.arrays[name], array) for name, array in right.arrays.items()), "another state"
+        assert not wires or self._fits(record, self.shard, self._config), "a state that nobody takes"
         return super().state(version, clocks, wires=wires)
 
     def load(self, record: ShardRecord) -> None:
@@ -149,7 +171,69 @@ class RealShard(NamedShard):
         """What these names stand for."""
         master = master.content if isinstance(master, State) else master
         moments, numbers = self._floats.moments(master)
-        arrays = {"master": self._floats.of(master), **moments}
-        arrays |= {f"wire-{kept}": self._floats.of(content) for kept, content in wires.items()}
+        arrays = {"master": self._floats.of(master), **moments, **self._earlier(wires)}
         plain = {name: array.clone().numpy() for name, array in arrays.items()}
         return ShardRecord(self.shard.index, version, plain, dict(numbers), tuple(clocks))
+
+    def _earlier(self, wires: dict[int, Content]) -> dict[str, torch.Tensor]:
+        return {f"wire-{kept}": self._floats.of(content) for kept, content in wires.items()}
+
+
+class RealRows(RealShard, OwnedRows):  # type: ignore[misc]  # what asks for rows looks whether it is such a shard
+    """The same for a part of a table: sums of few rows, and the old rows of the versions before the newest."""
+
+    _fits = staticmethod(fits_rows)
+    buffers = 0  # what it takes is copied
+
+    @property
+    def _versions(self) -> set[int]:
+        assert all(map(self.real.keeps, self.wire)), f"shard {self.shard.index} does not keep {list(self.wire)}"
+        return {*self.real._before, self.real._version}
+
+    def _filled(self, content: Content) -> Buffer:
+        payload = self._encoded_rows(content)
+        buffer = self._factory.pools.take(4 * len(payload))
+        buffer.tensor[: len(payload)] = payload
+        return buffer
+
+    def _encoded_rows(self, content: Content) -> torch.Tensor:
+        """The rows of a gradient as they travel; None: of a step that is skipped."""
+        ids = self._floats.rows(content or 0)
+        values = self._floats.of(content or 0).view(ROWS, COLUMNS)[ids]
+        return torch.frombuffer(encode_gradient(ids, values), dtype=torch.float32)
+
+    def install(self, payload: NamedBuffer, version: int = 0, nbytes: int = 0) -> None:
+        job, part = self.server.job, self.shard.part
+        assert part is not None
+        whole = first_rows(job.config.seed, "table", np.arange(ROWS * part.parts), COLUMNS)
+        self._floats.begins(job.first(self.shard.index), torch.from_numpy(whole[part.part :: part.parts].reshape(-1)))
+        super().install(payload, version, nbytes)
+
+    def _gradient(self, content: Content) -> torch.Tensor:
+        return self._floats.of(content).view(ROWS, COLUMNS)[self._floats.rows(content)]
+
+    def _payload(self, content: Content, update: Apply) -> torch.Tensor:
+        return self._encoded_rows(None if update.scale is None else content)
+
+    def raw(self, version: int) -> tuple[int, Any, int]:
+        assert self.real.raw(version)[2] == 0
+        return NamedShard.raw(self, version)
+
+    encoded = raw
+
+    def rows(self, version: int, ids: torch.Tensor) -> tuple[Any, int]:
+        """These rows of a kept version; of none its name alone."""
+        buffer, nbytes = self.real.rows(version, ids)
+        named = NamedBuffer(self.wire[version]).retain()
+        named.real = buffer, self._floats.of(self.wire[version]).view(ROWS, COLUMNS)[ids].view(-1)
+        assert nbytes == 4 * COLUMNS * len(ids)
+        return named, nbytes
+
+    def _earlier(self, wires: dict[int, Content]) -> dict[str, torch.Tensor]:
+        found = dict[str, torch.Tensor]()
+        for kept in wires.keys() - {max(wires, default=0)}:
+            after, before = wires[kept + 1], wires[kept]
+            ids = self._floats.rows(after if after != before else 0)
+            rows = self._floats.of(before).view(ROWS, COLUMNS)[ids]
+            found |= {f"changed-{kept}": ids, f"before-{kept}": rows.view(-1)}
+        return found

@@ -12,6 +12,7 @@ from rallypoint.core.cadence import Cadence
 from rallypoint.core.layout import Layout, Shard, TablePart, TensorSpec, carried_by
 from rallypoint.core.optimizer import LossScaling
 from rallypoint.core.view import ViewNumber
+from rallypoint.testing.simulation.replicas.floats import COLUMNS, ROWS
 
 Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
 GARBAGE: Content = -1
@@ -159,12 +160,12 @@ def layout_of(
     of = [-1 if i in buffers else groups[i % len(groups)] for i in range(count)]
     for replica in range(carried):
         of[count - carried + replica] = carried_by(replica)
-    parts = {i: TablePart(0, part, len(tables), 1) for part, i in enumerate(tables)}
+    parts = {i: TablePart(0, part, len(tables), ROWS) for part, i in enumerate(tables)}
     shards = tuple(
-        Shard(i, group, 16 * i, 16 * i + 16) if i not in parts else Shard(i, group, 0, 0, 16, parts[i])
+        Shard(i, group, 16 * i, 16 * i + 16) if i not in parts else Shard(i, group, 0, 0, COLUMNS, parts[i])
         for i, group in enumerate(of)
     )
-    specs = (TensorSpec("table", (len(tables), 16), "float32", 0),) if tables else ()
+    specs = (TensorSpec("table", (ROWS * len(tables), COLUMNS), "float32", 0),) if tables else ()
     return Layout((), shards, 16 * count, "simulated", specs)
 
 

@@ -9,9 +9,10 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.core.shard.effects import Apply
-from rallypoint.optim import ShardOptimizer
+from rallypoint.optim import RowsOptimizer, ShardOptimizer
 
 WORDS = 16  # of a shard
+ROWS, COLUMNS = 4, 4  # of a part of a table
 
 
 @dataclass
@@ -21,13 +22,29 @@ class Floats:
 
     _known: dict[int, torch.Tensor] = field(default_factory=dict)
     _moments: dict[int, tuple[dict[str, torch.Tensor], dict[str, float]]] = field(default_factory=dict)
+    _rows: dict[int, int] = field(default_factory=dict)  # of a table: a gradient's rows, as bits; those of the last one
 
     def of(self, name: int) -> torch.Tensor:
         """The floats, which nobody may change."""
         if name not in self._known:
             made = np.random.default_rng(abs(name)).standard_normal(WORDS, dtype=np.float32)
+            made.reshape(ROWS, -1)[[row for row in range(ROWS) if not self._rows.get(name, -1) >> row & 1]] = 0.0
             self._known[name] = torch.from_numpy(made)
         return self._known[name]
+
+    def sparse(self, name: int) -> int:
+        """`name` is a contribution to a part of a table: it has some of its rows, or none."""
+        self._rows[name] = name % (1 << ROWS)
+        return name
+
+    def rows(self, name: int) -> torch.Tensor:
+        """The rows of a gradient, or those that the last update of this version has changed: int64, ascending."""
+        found = [row for row in range(ROWS) if self._rows.get(name, 0) >> row & 1]
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
+
+    def begins(self, name: int, values: torch.Tensor) -> None:
+        """`name` is a first version that servers compute."""
+        self._known.setdefault(name, values)
 
     def moments(self, name: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """What the optimizer has beside these parameters: see `ShardOptimizer.state`."""
@@ -35,26 +52,42 @@ class Floats:
 
     def sum(self, name: int, left: int, right: int) -> int:
         """`name` is a node of the tree."""
+        if name not in self._known and left in self._rows:
+            self._rows[name] = self._rows[left] | self._rows[right]
         self._known.setdefault(name, self.of(left) + self.of(right))
         return name
 
     def mean(self, name: int, total: int, weight: float) -> int:
         """`name` is the mean of contributions of this weight."""
-        self._known.setdefault(name, self.of(total) * (1.0 / weight))
+        self.scaled(name, total, 1.0 / weight)
         return name
 
     def scaled(self, name: int, finished: int, scale: float) -> None:
         """`name` is a gradient that was clipped, or (1.0) a copy."""
+        if finished in self._rows:
+            self._rows[name] = self._rows[finished]
         self._known.setdefault(name, self.of(finished) * scale)
 
     def updated(self, name: int, master: int, finished: int, update: Apply, config: JobConfig, group: int) -> None:
         """`name` is what the optimizer makes of `master` with this gradient."""
         if name in self._known:
             return
+        values = self.of(finished).clone()
+        if finished in self._rows:
+            self._rows[name], changed = self._rows[finished], self.rows(finished)
+            of_rows = RowsOptimizer(config, group, ROWS, COLUMNS)
+            of_rows.master.view(-1).copy_(self.of(master))
+            of_rows.load(*self.moments(master))
+            of_rows.apply(changed, values.view(ROWS, COLUMNS)[changed], update.step, update.rate)
+            self._keep(name, of_rows)
+            return
         optimizer = ShardOptimizer(config, group, WORDS)
         optimizer.master.copy_(self.of(master))
         optimizer.load(*self.moments(master))
-        optimizer.apply(self.of(finished).clone(), update.step, update.rate, update.reductions)
+        optimizer.apply(values, update.step, update.rate, update.reductions)
+        self._keep(name, optimizer)
+
+    def _keep(self, name: int, optimizer: RowsOptimizer | ShardOptimizer) -> None:
         moments, numbers = optimizer.state()
-        self._known[name] = optimizer.master
-        self._moments[name] = {key: of.clone() for key, of in moments.items()}, numbers
+        self._known[name] = optimizer.master.view(-1)
+        self._moments[name] = {key: of.reshape(-1).clone() for key, of in moments.items()}, numbers
