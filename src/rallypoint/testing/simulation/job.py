@@ -21,7 +21,17 @@ from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalStep
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.replicas import contents
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, Names, State, Trained, combine, tree
+from rallypoint.testing.simulation.replicas.contents import (
+    Content,
+    Contributions,
+    Mean,
+    Names,
+    State,
+    Trained,
+    combine,
+    name_of,
+    tree,
+)
 from rallypoint.testing.simulation.replicas.floats import ROWS, Floats
 from rallypoint.testing.simulation.replicas.script import ScriptStops, Undisturbed
 
@@ -118,7 +128,8 @@ class SimulatedJob:
         """Shards of 16 words, the last of which are buffers."""
         own = [0, *range(2, 2 + len(self.periods))]
         carried = self.replicas if self.carries else 0
-        return contents.layout_of(self.shards, self.buffer_shards, sorted(self.table_shards), own, carried)
+        tables = sorted(self.table_shards)
+        return contents.layout_of(self.shards, self.buffer_shards, tables, own, carried, self.scale_shard)
 
     @cached_property
     def cadence(self) -> Cadence:
@@ -173,20 +184,21 @@ class SimulatedJob:
 
     def add(self, total: Content, content: Content) -> Content:
         """A contribution joins the sum."""
-        if not self.same_bytes:
-            return self._both(total, content)
-        return self.floats.sum(combine(total, content), total, content)
+        left, right = name_of(total), name_of(content)
+        name = self.floats.sum(combine(left, right), left, right)
+        return name if self.same_bytes else self._both(total, content, name)
 
     def mean(self, total: Content, weight: float) -> Content:
         """The sum, divided."""
-        return self.floats.mean(combine(total, int(weight)), total, weight) if self.same_bytes else total
+        name = self.floats.mean(combine(name_of(total), int(weight)), name_of(total), weight)
+        return name if self.same_bytes else Contributions(total, name)
 
     @staticmethod
-    def _both(these: frozenset[Any], those: frozenset[Any]) -> frozenset[Any]:
+    def _both(these: frozenset[Any], those: frozenset[Any], name: int) -> Contributions:
         assert isinstance(these, frozenset), f"{these} and {those} in one sum"
         assert isinstance(those, frozenset), f"{those} was pushed"
         assert not these & those, f"{sorted(these & those)} are applied twice"
-        return these | those
+        return Contributions(these | those, name)
 
     @property
     def end(self) -> int:
@@ -254,15 +266,19 @@ class SimulatedJob:
 
     def first(self, shard: int, worker: str = "") -> Content:
         """Version 0; the same whichever worker brings it."""
-        named = contents.FIRST_SCALE if shard == self.scale_shard else combine(7, shard)
-        return named if self.same_bytes else frozenset()
+        named = combine(7, shard)
+        if shard == self.scale_shard:
+            self.floats.begins(named := contents.FIRST_SCALE, contents.scale_words(named))
+        return named if self.same_bytes else Contributions(name=named)
 
     def gradient(self, shard: int, step: int, replica: int, model: Iterable[Content]) -> Content:
         """What `replica` contributes at `step` when the model is `model`."""
-        if not self.same_bytes:
-            return frozenset({(step, replica)})
-        made = combine(shard, step, replica, *model)
-        return self.floats.sparse(made) if shard in self.table_shards else made
+        made = combine(shard, step, replica, *model if self.same_bytes else ())
+        if shard in self.table_shards:
+            self.floats.sparse(made)
+        if shard == self.scale_shard:
+            self.floats.begins(made, [])
+        return made if self.same_bytes else Contributions({(step, replica)}, made)
 
     def inner_after(self, inner: int, round: int, replica: int, model: Iterable[Content]) -> int:
         """The state of a replica's own optimizer after the round; 0 is that of a new one."""
@@ -323,11 +339,15 @@ class SimulatedJob:
 
     def scaled(self, finished: Content, scale: float) -> Content:
         """A gradient after clipping."""
-        return finished if scale == 1.0 or not self.same_bytes else combine(finished, int(scale * 2**40))
+        if scale == 1.0:
+            return finished
+        name = combine(name_of(finished), int(scale * 2**40))
+        return name if self.same_bytes else Contributions(finished, name)
 
-    def update(self, master: Content, finished: Content, step: int, rate: int = 0) -> Content:
-        """The optimizer; `rate`: how often the learning rate is reduced."""
-        return combine(master, finished, step, 99 + rate) if self.same_bytes else self._both(master, finished)
+    def update(self, master: Content, finished: Content, step: int, rate: int = 0, times: float = 1.0) -> Content:
+        """The optimizer; `rate`: how often the learning rate is reduced; it is taken so many `times`."""
+        name = combine(name_of(master), name_of(finished), step, 99 + rate)
+        return name if self.same_bytes else self._both(master, finished, combine(name, hash(times)))
 
     def undisturbed(self) -> list[Content]:
         """Every shard at the last version, computed without any cluster."""

@@ -216,8 +216,8 @@ class NamedShard:
 
     def add(self, payload: NamedBuffer, weight: float, base: int | None = None) -> None:
         """A contribution joins the only part."""
-        content = server_checks.decoded(self.server, self.shard.index, payload.content)
-        self.parts[0].content = self.server.job.add(self.parts[0].content, content)
+        payload.content = server_checks.decoded(self.server, self.shard.index, payload.content)
+        self.parts[0].content = self.server.job.add(self.parts[0].content, payload.content)
         payload.release()
 
     def mean(self, total_weight: float) -> None:
@@ -247,7 +247,9 @@ class NamedShard:
         elif update.scale is not None:
             part.content = job.scaled(part.content, update.scale)
             new = Mean(part.content) if job.averages(index) else None
-            self.master = new or job.update(self.master, part.content, update.version - 1, update.reductions)
+            self.master = new or job.update(
+                self.master, part.content, update.version - 1, update.reductions, update.rate
+            )
         elif job.averages(index):
             self.master = Mean(None)
         self.keep(update.version, update.oldest, update.pinned)

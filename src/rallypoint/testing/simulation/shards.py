@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from rallypoint.server.rows import OwnedRows, first_rows, fits_rows
 from rallypoint.server.shard import fits, norms_of
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.names import NBYTES, NamedBuffer, NamedShard
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, name_of, scale_words
 from rallypoint.testing.simulation.replicas.floats import COLUMNS, ROWS, WORDS
 
 if TYPE_CHECKING:
@@ -44,11 +44,8 @@ class NamedShards(ShardFactory):
         return sum(pool.made - len(pool.free) for pool in (self.pool, *self.pools._pools.values())) - 1
 
     def allocate(self, index: int) -> Any:
-        """A shard. Loss scales and sets of contributions have names only."""
-        server, job = self._server, self._server.job
-        if not job.same_bytes or index == job.scale_shard:
-            return NamedShard(server, job.layout.shards[index])
-        real: Any = super().allocate(index)
+        """A shard."""
+        server, job, real = self._server, self._server.job, cast(Any, super().allocate(index))
         return (RealRows if index in job.table_shards else RealShard)(server, job.layout.shards[index], real, self)
 
 
@@ -72,10 +69,19 @@ class RealShard(NamedShard):
     def _versions(self) -> set[int]:
         return set(self.real._wire)
 
+    @property
+    def loss_scale(self) -> float:
+        named = super().loss_scale
+        assert self.real.loss_scale == named, "another loss scale"
+        return named
+
+    def _of(self, content: Content) -> torch.Tensor:
+        return self._floats.of(name_of(content))
+
     def _filled(self, content: Content) -> Buffer:
         buffer = self._factory.pool.take()
         if content is not None:  # None: what a backup gets of a step that is skipped
-            buffer.tensor.copy_(self._floats.of(content.content if isinstance(content, State) else content))
+            buffer.tensor.copy_(self._of(content.content if isinstance(content, State) else content))
         return buffer
 
     def install(self, payload: NamedBuffer, version: int = 0, nbytes: int = 0) -> None:
@@ -85,6 +91,10 @@ class RealShard(NamedShard):
     def take(self, payload: NamedBuffer, weight: float, base: int | None = None, at: int = 0) -> None:
         super().take(payload, weight, base, at)
         self.real.take(self._filled(self.parts[at].content), weight, base, at)
+
+    def add(self, payload: NamedBuffer, weight: float, base: int | None = None) -> None:
+        super().add(payload, weight, base)
+        self.real.add(self._filled(payload.content), weight, base)
 
     def merge(self, left: int, right: int) -> None:
         self.real.merge(left, right)  # that drops the right one
@@ -105,7 +115,7 @@ class RealShard(NamedShard):
         return super().norms()
 
     def _gradient(self, content: Content) -> torch.Tensor:
-        return self._floats.of(content)
+        return self._of(content)
 
     def first_not_finite(self) -> int:
         assert self.real.first_not_finite() < 0
@@ -123,18 +133,23 @@ class RealShard(NamedShard):
 
     def _payload(self, content: Content, update: Apply) -> torch.Tensor:
         """What a backup is sent of this finished gradient."""
-        return self._floats.of(content)
+        return self._of(content)
 
     def _name(self, update: Apply, before: Content, finished: Content, scaled: Content) -> None:
-        if scaled != finished:
+        gradient, master, made = name_of(scaled), name_of(before), name_of(self.master)
+        if self.shard.index == self.server.job.scale_shard:
+            self._floats.begins(made, scale_words(made))
+            return
+        if gradient != name_of(finished):
             assert update.scale is not None
-            self._floats.scaled(scaled, finished, update.scale if self.real.measured else 1.0)  # buffers are copied
+            clipped = update.scale if self.real.measured else 1.0  # buffers are copied
+            self._floats.scaled(gradient, name_of(finished), clipped)
         if update.scale is None or isinstance(self.master, Mean):
             return
         if self.real.measured:
-            self._floats.updated(self.master, before, scaled, update, self._config, self.shard.group)
+            self._floats.updated(made, master, gradient, update, self._config, self.shard.group)
         else:
-            self._floats.scaled(self.master, scaled, 1.0)
+            self._floats.scaled(made, gradient, 1.0)
 
     def release(self) -> None:
         self.abandon()
@@ -144,7 +159,7 @@ class RealShard(NamedShard):
         code, named, nbytes = super().raw(version)
         content = self.wire[version].content if isinstance(self.wire[version], Mean) else self.wire[version]
         if content is not None and not isinstance(content, State):
-            named.real = self.real.encoded(version)[1], self._floats.of(content)
+            named.real = self.real.encoded(version)[1], self._of(content)
             assert named.content is not None
         return code, named, nbytes
 
@@ -170,13 +185,13 @@ class RealShard(NamedShard):
     def _record(self, master: Content, wires: dict[int, Content], version: int, clocks: Sequence[int]) -> ShardRecord:
         """What these names stand for."""
         master = master.content if isinstance(master, State) else master
-        moments, numbers = self._floats.moments(master)
-        arrays = {"master": self._floats.of(master), **moments, **self._earlier(wires)}
+        moments, numbers = self._floats.moments(name_of(master))
+        arrays = {"master": self._of(master), **moments, **self._earlier(wires)}
         plain = {name: array.clone().numpy() for name, array in arrays.items()}
         return ShardRecord(self.shard.index, version, plain, dict(numbers), tuple(clocks))
 
     def _earlier(self, wires: dict[int, Content]) -> dict[str, torch.Tensor]:
-        return {f"wire-{kept}": self._floats.of(content) for kept, content in wires.items()}
+        return {f"wire-{kept}": self._of(content) for kept, content in wires.items()}
 
 
 class RealRows(RealShard, OwnedRows):  # type: ignore[misc]  # what asks for rows looks whether it is such a shard
@@ -198,19 +213,20 @@ class RealRows(RealShard, OwnedRows):  # type: ignore[misc]  # what asks for row
 
     def _encoded_rows(self, content: Content) -> torch.Tensor:
         """The rows of a gradient as they travel; None: of a step that is skipped."""
-        ids = self._floats.rows(content or 0)
-        values = self._floats.of(content or 0).view(ROWS, COLUMNS)[ids]
+        ids = self._floats.rows(0 if content is None else name_of(content))
+        values = torch.empty(0, COLUMNS) if content is None else self._of(content).view(ROWS, COLUMNS)[ids]
         return torch.frombuffer(encode_gradient(ids, values), dtype=torch.float32)
 
     def install(self, payload: NamedBuffer, version: int = 0, nbytes: int = 0) -> None:
         job, part = self.server.job, self.shard.part
         assert part is not None
         whole = first_rows(job.config.seed, "table", np.arange(ROWS * part.parts), COLUMNS)
-        self._floats.begins(job.first(self.shard.index), torch.from_numpy(whole[part.part :: part.parts].reshape(-1)))
+        first = whole[part.part :: part.parts].reshape(-1).tolist()
+        self._floats.begins(name_of(job.first(self.shard.index)), first)
         super().install(payload, version, nbytes)
 
     def _gradient(self, content: Content) -> torch.Tensor:
-        return self._floats.of(content).view(ROWS, COLUMNS)[self._floats.rows(content)]
+        return self._of(content).view(ROWS, COLUMNS)[self._floats.rows(name_of(content))]
 
     def _payload(self, content: Content, update: Apply) -> torch.Tensor:
         return self._encoded_rows(None if update.scale is None else content)
@@ -225,14 +241,14 @@ class RealRows(RealShard, OwnedRows):  # type: ignore[misc]  # what asks for row
         """These rows of a kept version; of none its name alone."""
         buffer, nbytes = self.real.rows(version, ids)
         named = NamedBuffer(self.wire[version]).retain()
-        named.real = buffer, self._floats.of(self.wire[version]).view(ROWS, COLUMNS)[ids].view(-1)
+        named.real = buffer, self._of(self.wire[version]).view(ROWS, COLUMNS)[ids].view(-1)
         assert nbytes == 4 * COLUMNS * len(ids)
         return named, nbytes
 
     def _earlier(self, wires: dict[int, Content]) -> dict[str, torch.Tensor]:
         found = dict[str, torch.Tensor]()
         for kept in wires.keys() - {max(wires, default=0)}:
-            after, before = wires[kept + 1], wires[kept]
+            after, before = name_of(wires[kept + 1]), name_of(wires[kept])
             ids = self._floats.rows(after if after != before else 0)
             rows = self._floats.of(before).view(ROWS, COLUMNS)[ids]
             found |= {f"changed-{kept}": ids, f"before-{kept}": rows.view(-1)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,7 @@ class Floats:
     _known: dict[int, torch.Tensor] = field(default_factory=dict)
     _moments: dict[int, tuple[dict[str, torch.Tensor], dict[str, float]]] = field(default_factory=dict)
     _rows: dict[int, int] = field(default_factory=dict)  # of a table: a gradient's rows, as bits; those of the last one
+    _optimizers: dict[tuple[int, bool], ShardOptimizer | RowsOptimizer] = field(default_factory=dict)
 
     def of(self, name: int) -> torch.Tensor:
         """The floats, which nobody may change."""
@@ -42,9 +44,10 @@ class Floats:
         found = [row for row in range(ROWS) if self._rows.get(name, 0) >> row & 1]
         return torch.tensor(found, dtype=torch.int64, device="cpu")
 
-    def begins(self, name: int, values: torch.Tensor) -> None:
-        """`name` is a first version that servers compute."""
-        self._known.setdefault(name, values)
+    def begins(self, name: int, values: Sequence[float]) -> None:
+        """`name` is these, and zeros behind them."""
+        if name not in self._known:
+            self._known[name] = torch.tensor([*values, *[0.0] * (WORDS - len(values))], device="cpu")
 
     def moments(self, name: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """What the optimizer has beside these parameters: see `ShardOptimizer.state`."""
@@ -72,22 +75,18 @@ class Floats:
         """`name` is what the optimizer makes of `master` with this gradient."""
         if name in self._known:
             return
-        values = self.of(finished).clone()
-        if finished in self._rows:
-            self._rows[name], changed = self._rows[finished], self.rows(finished)
-            of_rows = RowsOptimizer(config, group, ROWS, COLUMNS)
-            of_rows.master.view(-1).copy_(self.of(master))
-            of_rows.load(*self.moments(master))
-            of_rows.apply(changed, values.view(ROWS, COLUMNS)[changed], update.step, update.rate)
-            self._keep(name, of_rows)
-            return
-        optimizer = ShardOptimizer(config, group, WORDS)
-        optimizer.master.copy_(self.of(master))
+        sparse, values = finished in self._rows, self.of(finished).clone()
+        if (group, sparse) not in self._optimizers:
+            made = RowsOptimizer(config, group, ROWS, COLUMNS) if sparse else ShardOptimizer(config, group, WORDS)
+            self._optimizers[group, sparse] = made
+        optimizer = self._optimizers[group, sparse]
+        optimizer.master.view(-1).copy_(self.of(master))
         optimizer.load(*self.moments(master))
-        optimizer.apply(values, update.step, update.rate, update.reductions)
-        self._keep(name, optimizer)
-
-    def _keep(self, name: int, optimizer: RowsOptimizer | ShardOptimizer) -> None:
+        if isinstance(optimizer, RowsOptimizer):
+            self._rows[name], changed = self._rows[finished], self.rows(finished)
+            optimizer.apply(changed, values.view(ROWS, COLUMNS)[changed], update.step, update.rate)
+        else:
+            optimizer.apply(values, update.step, update.rate, update.reductions)
         moments, numbers = optimizer.state()
-        self._known[name] = optimizer.master.view(-1)
+        self._known[name] = optimizer.master.view(-1).clone()
         self._moments[name] = {key: of.reshape(-1).clone() for key, of in moments.items()}, numbers
