@@ -134,7 +134,7 @@ def _part(optimizer: Any = None) -> OwnedRows:
     config = resolve({"optimizer": optimizer or rp.AdamW(lr=0.1), "seed": 9, "steps": 50})
     shards = build_layout((), 256, None, [TensorSpec("users", (ROWS * 2, COLUMNS), "float32", 0)]).shards
     place = shards[1]
-    owned = OwnedRows(place, "users", config, BufferPools())
+    owned = OwnedRows(place, "users", config, pools := BufferPools(), pools.take(0))
     owned.install(BufferPools().take(0))
     return owned
 

@@ -80,8 +80,7 @@ class RealShard(NamedShard):
 
     def _filled(self, content: Content) -> Buffer:
         buffer = self._factory.pool.take()
-        if content is not None:  # None: what a backup gets of a step that is skipped
-            buffer.tensor.copy_(self._of(content.content if isinstance(content, State) else content))
+        buffer.tensor.copy_(self._of(content.content if isinstance(content, State) else content))
         return buffer
 
     def install(self, payload: NamedBuffer, version: int = 0, nbytes: int = 0) -> None:
@@ -166,7 +165,7 @@ class RealShard(NamedShard):
     encoded = raw
 
     def digest(self, before: bytes) -> bytes:
-        return super().digest(before) + self.real.digest(before)
+        return super().digest(before) + bytes(self.real.digest(before))
 
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
         record = self.real.state(version, clocks, wires=wires)
@@ -194,7 +193,7 @@ class RealShard(NamedShard):
         return {f"wire-{kept}": self._of(content) for kept, content in wires.items()}
 
 
-class RealRows(RealShard, OwnedRows):  # type: ignore[misc]  # what asks for rows looks whether it is such a shard
+class RealRows(RealShard, OwnedRows):  # type: ignore[misc, override]  # (who asks for rows looks whether it is one)
     """The same for a part of a table: sums of few rows, and the old rows of the versions before the newest."""
 
     _fits = staticmethod(fits_rows)
@@ -212,12 +211,11 @@ class RealRows(RealShard, OwnedRows):  # type: ignore[misc]  # what asks for row
         return buffer
 
     def _encoded_rows(self, content: Content) -> torch.Tensor:
-        """The rows of a gradient as they travel; None: of a step that is skipped."""
-        ids = self._floats.rows(0 if content is None else name_of(content))
-        values = torch.empty(0, COLUMNS) if content is None else self._of(content).view(ROWS, COLUMNS)[ids]
-        return torch.frombuffer(encode_gradient(ids, values), dtype=torch.float32)
+        """The rows of a gradient as they travel."""
+        ids = self._floats.rows(name_of(content))
+        return torch.frombuffer(encode_gradient(ids, self._gradient(content)), dtype=torch.float32)
 
-    def install(self, payload: NamedBuffer, version: int = 0, nbytes: int = 0) -> None:
+    def install(self, payload: Any, version: int = 0, nbytes: int = 0) -> None:
         job, part = self.server.job, self.shard.part
         assert part is not None
         whole = first_rows(job.config.seed, "table", np.arange(ROWS * part.parts), COLUMNS)

@@ -30,9 +30,8 @@ class Contributions(frozenset[Any]):
 
 
 def name_of(content: Content) -> int:
-    """The name by which floats are known."""
-    name: int = getattr(content, "name", content)
-    return name
+    """The name by which floats are known; 0 is that of nothing, which a backup gets of a step that is skipped."""
+    return content.name if isinstance(content, Contributions) else int(content or 0)
 
 
 @dataclass(frozen=True)
