@@ -186,7 +186,7 @@ def _sums_share_their_values(self: OwnedRows, payload: Buffer, weight: float, at
     ("sync", OwnedShard, "load", _without_moments, "other floats|another state", 60),
     ("tables", OwnedRows, "load", _rows_without_moments, "other bytes|other floats|another state", 60),
     ("tables", OwnedRows, "merge", _last_row_twice, "other floats", 20),
-    ("tables", OwnedRows, "rows", _rows_of_a_later_version, "other floats", 300),
+    ("tables", OwnedRows, "rows", _rows_of_a_later_version, "other floats", 60),
     ("tables", OwnedRows, "_encoded", _free_while_it_is_sent, "with floats are held|other floats|more often", 20),
     ("tables", OwnedRows, "_add", _sums_share_their_values, "other floats", 20),
 ], ids=[

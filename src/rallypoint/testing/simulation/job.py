@@ -23,8 +23,8 @@ from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.replicas import contents
 from rallypoint.testing.simulation.replicas.contents import (
     Content,
-    Contributions,
     Mean,
+    NamedSet,
     Names,
     State,
     Trained,
@@ -191,14 +191,14 @@ class SimulatedJob:
     def mean(self, total: Content, weight: float) -> Content:
         """The sum, divided."""
         name = self.floats.mean(combine(name_of(total), int(weight)), name_of(total), weight)
-        return name if self.same_bytes else Contributions(total, name)
+        return name if self.same_bytes else NamedSet(total, name)
 
     @staticmethod
-    def _both(these: frozenset[Any], those: frozenset[Any], name: int) -> Contributions:
+    def _both(these: frozenset[Any], those: frozenset[Any], name: int) -> NamedSet:
         assert isinstance(these, frozenset), f"{these} and {those} in one sum"
         assert isinstance(those, frozenset), f"{those} was pushed"
         assert not these & those, f"{sorted(these & those)} are applied twice"
-        return Contributions(these | those, name)
+        return NamedSet(these | those, name)
 
     @property
     def end(self) -> int:
@@ -269,7 +269,7 @@ class SimulatedJob:
         named = combine(7, shard)
         if shard == self.scale_shard:
             self.floats.begins(named := contents.FIRST_SCALE, contents.scale_words(named))
-        return named if self.same_bytes else Contributions(name=named)
+        return named if self.same_bytes else NamedSet(name=named)
 
     def gradient(self, shard: int, step: int, replica: int, model: Iterable[Content]) -> Content:
         """What `replica` contributes at `step` when the model is `model`."""
@@ -278,7 +278,7 @@ class SimulatedJob:
             self.floats.sparse(made)
         if shard == self.scale_shard:
             self.floats.begins(made, [])
-        return made if self.same_bytes else Contributions({(step, replica)}, made)
+        return made if self.same_bytes else NamedSet({(step, replica)}, made)
 
     def inner_after(self, inner: int, round: int, replica: int, model: Iterable[Content]) -> int:
         """The state of a replica's own optimizer after the round; 0 is that of a new one."""
@@ -342,7 +342,7 @@ class SimulatedJob:
         if scale == 1.0:
             return finished
         name = combine(name_of(finished), int(scale * 2**40))
-        return name if self.same_bytes else Contributions(finished, name)
+        return name if self.same_bytes else NamedSet(finished, name)
 
     def update(self, master: Content, finished: Content, step: int, rate: int = 0, times: float = 1.0) -> Content:
         """The optimizer; `rate`: how often the learning rate is reduced; it is taken so many `times`."""

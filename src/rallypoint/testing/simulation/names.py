@@ -6,22 +6,19 @@ are nothing but names (`shards.py` has the others).
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-import numpy as np
 import torch
 
 from rallypoint.core.audits import Audits
 from rallypoint.core.layout import Shard
 from rallypoint.core.protocol import Finished, Prepare
-from rallypoint.core.shard.effects import Apply
 from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import LinkError
 from rallypoint.net.dialer import Calls
@@ -33,16 +30,15 @@ from rallypoint.server import inbox
 from rallypoint.server.intake import FrameChecks, Intake
 from rallypoint.server.job import ServerJob
 from rallypoint.server.member import ListeningMember, Views
-from rallypoint.store.record import Array, ShardRecord, decode_record
+from rallypoint.store.record import ShardRecord, decode_record
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR, SimulatedMembership
-from rallypoint.testing.simulation.network import RETRY_S, Call, Node, Tokens, Wire, World
-from rallypoint.testing.simulation.operating import server_checks
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, scale_after, scale_of
+from rallypoint.testing.simulation.network import RETRY_S, Call, Node, Tokens, Wire
+from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.worker.exchange.links import ExchangeContext
 
 if TYPE_CHECKING:
-    from rallypoint.testing.simulation.server import SimulatedServer
+    pass
 
 NBYTES = 64  # of every payload, but for a table's first version
 TOKEN = 8  # bytes that stand for a name where memory is real
@@ -155,157 +151,6 @@ class NamedIntake(Intake):
 def _with_digest(audits: Audits, channel: Any, worker: str, header: Header, buffer: Any) -> inbox.Pushed:
     digest = str(buffer.content).encode() if audits.audited(header.step) else b""
     return inbox.Pushed(channel, worker, header, buffer, digest)
-
-
-@dataclass
-class NamedShard:
-    """One shard's names."""
-
-    server: SimulatedServer
-    shard: Shard
-    master: Content = 0
-    parts: dict[int, Any] = field(default_factory=dict)  # buffers of the sum in progress, by the first replica
-    wire: dict[int, Content] = field(default_factory=dict)
-    step: int = -1  # of the sum that is measured
-
-    @property
-    def measured(self) -> bool:
-        """Does it count in the norm?"""
-        return self.shard.index not in self.server.job.buffer_shards
-
-    @property
-    def loss_scale(self) -> float:
-        """What the losses of the step are multiplied by."""
-        return scale_of(self.master) if self.shard.index == self.server.job.scale_shard else 0.0
-
-    def keep(self, version: int, oldest: int, pinned: int = -1) -> None:
-        """The master is this version now."""
-        self.wire[version] = self.master
-        self.wire = {v: content for v, content in self.wire.items() if v >= oldest or v == pinned}
-        self._holds(version)
-
-    def _holds(self, version: int) -> None:
-        server = self.server
-        server.world.note("holds", server.node.name, self.shard.index, version, server.shell.fence.number)
-
-    def install(self, payload: NamedBuffer, version: int = 0, nbytes: int = 0) -> None:
-        """The first version."""
-        job, index = self.server.job, self.shard.index
-        right = nbytes == (0 if index in job.table_shards else NBYTES) or job.averages(index)
-        assert right, f"a first version of {nbytes} bytes"
-        content = job.first(index) if index in job.table_shards else payload.content
-        payload.release()
-        self.master = State(content) if job.averages(index) else content
-        self.keep(version, version)
-
-    def take(self, payload: NamedBuffer, weight: float, base: int | None = None, at: int = 0) -> None:
-        """A contribution becomes a part of the sum."""
-        assert at not in self.parts, f"{self.server.node.name}: shard {self.shard.index}: part {at} is there"
-        payload.content = server_checks.decoded(self.server, self.shard.index, payload.content)
-        self.parts[at] = payload
-
-    def merge(self, left: int, right: int) -> None:
-        """Two parts become one."""
-        part = self.parts[left]
-        part.content = self.server.job.add(part.content, self.parts[right].content)
-        self.discard(right)
-
-    def discard(self, at: int) -> None:
-        """Drop a part."""
-        self.parts.pop(at).release()
-
-    def add(self, payload: NamedBuffer, weight: float, base: int | None = None) -> None:
-        """A contribution joins the only part."""
-        payload.content = server_checks.decoded(self.server, self.shard.index, payload.content)
-        self.parts[0].content = self.server.job.add(self.parts[0].content, payload.content)
-        payload.release()
-
-    def mean(self, total_weight: float) -> None:
-        """The sum, divided."""
-        self.parts[0].content = self.server.job.mean(self.parts[0].content, total_weight)
-
-    def norms(self) -> tuple[float, ...]:
-        """The norm of the finished sum; not finite if a value is not."""
-        norm, at = self._looked
-        return (norm if at < 0 else math.inf,)
-
-    def first_not_finite(self) -> int:
-        """The first word that is not finite."""
-        return self._looked[1]
-
-    @property
-    def _looked(self) -> tuple[float, int]:
-        return self.server.job.look(self.shard.index, self.step, self.parts[0].content)
-
-    def apply(self, update: Apply) -> tuple[Any, int] | None:
-        """Make the next version."""
-        job, index = self.server.job, self.shard.index
-        server_checks.check_applied(self.server, index, update)
-        part = self.parts.pop(0, None)
-        if index == job.scale_shard:
-            self.master = scale_after(self.master, skipped=update.scale is None)
-        elif update.scale is not None:
-            part.content = job.scaled(part.content, update.scale)
-            new = Mean(part.content) if job.averages(index) else None
-            self.master = new or job.update(
-                self.master, part.content, update.version - 1, update.reductions, update.rate
-            )
-        elif job.averages(index):
-            self.master = Mean(None)
-        self.keep(update.version, update.oldest, update.pinned)
-        if update.replicate:
-            return part, NBYTES
-        if part is not None:
-            part.release()
-        return None
-
-    def abandon(self) -> None:
-        """Discard the sum in progress."""
-        for at in list(self.parts):
-            self.discard(at)
-
-    release = abandon
-
-    def keeps(self, version: int) -> bool:
-        """Can that version be sent?"""
-        return version in self.wire
-
-    def raw(self, version: int) -> tuple[int, Any, int]:
-        """A kept version: of a table nothing."""
-        nbytes = 0 if self.shard.index in self.server.job.table_shards else NBYTES
-        return 0, NamedBuffer(self.wire[version]), nbytes
-
-    encoded = raw
-
-    def named(self, header: Header) -> Header:
-        """As it is, or as a whole state: else a content says itself what it is."""
-        return header._replace(kind=Kind.STATE) if isinstance(self.wire.get(header.step), State) else header
-
-    def digest(self, before: bytes) -> bytes:
-        """Of the parameters."""
-        return hash(self.master).to_bytes(8, "little", signed=True)
-
-    def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
-        """The whole state; without `wires` for a snapshot."""
-        stored = self.wire[version] if self.shard.index in self.server.job.buffer_shards and not wires else self.master
-        array = _array(self.server.world, (stored, dict(self.wire) if wires else None))
-        return ShardRecord(self.shard.index, version, {"master": array}, {}, tuple(clocks))
-
-    def load(self, record: ShardRecord) -> None:
-        """Replace the state."""
-        content, wires = self.server.world.tokens.of(record.arrays["master"])
-        self.master, self.wire = content, dict(wires or ())
-        if wires is not None:
-            server_checks.note_taken(self.server, "copy", self.shard.index, record.version)
-            for version in sorted(wires):
-                self._holds(version)
-        else:
-            self.master = State(content) if self.server.job.averages(self.shard.index) else content
-            self.keep(record.version, record.version)
-
-
-def _array(world: World, thing: Any) -> Array:
-    return np.frombuffer(world.tokens.bytes_of(thing), np.uint8)
 
 
 class NothingMore(LinkError):

@@ -23,14 +23,13 @@ from rallypoint.testing.simulation.names import (
     TOKEN,
     NamedIntake,
     NamedPool,
-    NamedShard,
     PlayedMember,
     WireChannel,
     named_job,
 )
 from rallypoint.testing.simulation.network import Node, Wire, World, watch
 from rallypoint.testing.simulation.operating import server_checks
-from rallypoint.testing.simulation.shards import NamedShards, RealShard
+from rallypoint.testing.simulation.shards import NamedShard, NamedShards
 from rallypoint.testing.simulation.store import PlayedRestores, PlayedWriter, SimulatedStore
 
 FOLD_S = 0.002  # until a server with an empty inbox applies what it has gathered
@@ -246,7 +245,7 @@ class SimulatedServer(PlayedMember, ServerService):
         unused = buffers - parts - len(arrived)
         assert 0 <= unused <= self.node.sending, f"{self.node.name}: {unused} buffers are held that nobody uses"
         factory = cast(NamedShards, self.reducer._parts.factory)
-        left = factory.held - sum(shard.buffers for shard in self.held.values() if isinstance(shard, RealShard))
+        left = factory.held - sum(shard.buffers for shard in self.held.values())
         assert 0 <= left <= self.node.sending, f"{self.node.name}: {left} buffers with floats are held that nobody uses"
         for channel in self.channels:
             if channel.wire.open:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,14 +13,24 @@ from rallypoint.codec.base import encode_gradient
 from rallypoint.config import of_group
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard.effects import Apply
+from rallypoint.net.frames import Header, Kind
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.optim import InPlace
 from rallypoint.server.held import ShardFactory
 from rallypoint.server.rows import OwnedRows, first_rows, fits_rows
 from rallypoint.server.shard import fits, norms_of
 from rallypoint.store.record import ShardRecord
-from rallypoint.testing.simulation.names import NBYTES, NamedBuffer, NamedShard
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, name_of, scale_words
+from rallypoint.testing.simulation.names import NBYTES, NamedBuffer
+from rallypoint.testing.simulation.operating import server_checks
+from rallypoint.testing.simulation.replicas.contents import (
+    Content,
+    Mean,
+    State,
+    name_of,
+    scale_after,
+    scale_of,
+    scale_words,
+)
 from rallypoint.testing.simulation.replicas.floats import COLUMNS, ROWS, WORDS
 
 if TYPE_CHECKING:
@@ -27,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class NamedShards(ShardFactory):
-    """Allocates shards of names, and where names are of bytes the product's own beside them.
+    """Allocates shards of names, with the product's own.
 
     Attributes:
         pool: of the buffers with floats; `pools`: of those with rows.
@@ -44,20 +55,25 @@ class NamedShards(ShardFactory):
         return sum(pool.made - len(pool.free) for pool in (self.pool, *self.pools._pools.values())) - 1
 
     def allocate(self, index: int) -> Any:
-        """A shard."""
+        """The only place that knows which of them a shard is."""
         server, job, real = self._server, self._server.job, cast(Any, super().allocate(index))
-        return (RealRows if index in job.table_shards else RealShard)(server, job.layout.shards[index], real, self)
+        return (NamedRows if index in job.table_shards else NamedShard)(server, job.layout.shards[index], real, self)
 
 
-class RealShard(NamedShard):
-    """Does with the floats what it does with the names, and compares them whenever they leave."""
+class NamedShard:
+    """One shard's names, and the product's own shard. It does with the floats what it does with the names, and compares
+    them whenever they leave."""
 
     _fits = staticmethod(fits)  # would a backup take such a state?
 
     def __init__(self, server: SimulatedServer, shard: Shard, real: Any, factory: NamedShards) -> None:
-        super().__init__(server, shard)
-        self.real, self._factory, self._floats = real, factory, server.job.floats
+        self.server, self.shard, self.real, self.measured = server, shard, real, real.measured
+        self._factory, self._floats = factory, server.job.floats
         self._config = of_group(server.job.config, shard.group)
+        self.master: Content = 0
+        self.parts: dict[int, NamedBuffer] = {}  # of the sum in progress, by the first replica
+        self.wire: dict[int, Content] = {}
+        self.step = -1  # of the sum that is measured
 
     @property
     def buffers(self) -> int:
@@ -66,124 +82,197 @@ class RealShard(NamedShard):
         return sum(buffer._pool is self._factory.pool for buffer in kept)
 
     @property
-    def _versions(self) -> set[int]:
-        return set(self.real._wire)
-
-    @property
     def loss_scale(self) -> float:
-        named = super().loss_scale
+        """What the losses of the step are multiplied by."""
+        named = scale_of(self.master) if self.shard.index == self.server.job.scale_shard else 0.0
         assert self.real.loss_scale == named, "another loss scale"
         return named
 
+    @property
+    def _versions(self) -> set[int]:
+        return set(self.real._wire)
+
     def _of(self, content: Content) -> torch.Tensor:
         return self._floats.of(name_of(content))
+
+    def _gradient(self, content: Content) -> torch.Tensor:
+        return self._of(content)
 
     def _filled(self, content: Content) -> Buffer:
         buffer = self._factory.pool.take()
         buffer.tensor.copy_(self._of(content.content if isinstance(content, State) else content))
         return buffer
 
-    def install(self, payload: NamedBuffer, version: int = 0, nbytes: int = 0) -> None:
-        super().install(payload, version, nbytes)
-        self.real.install(self._filled(self.master), version, NBYTES)
-
-    def take(self, payload: NamedBuffer, weight: float, base: int | None = None, at: int = 0) -> None:
-        super().take(payload, weight, base, at)
-        self.real.take(self._filled(self.parts[at].content), weight, base, at)
-
-    def add(self, payload: NamedBuffer, weight: float, base: int | None = None) -> None:
-        super().add(payload, weight, base)
-        self.real.add(self._filled(payload.content), weight, base)
-
-    def merge(self, left: int, right: int) -> None:
-        self.real.merge(left, right)  # that drops the right one
-        part = self.parts[left]
-        part.content = self.server.job.add(part.content, self.parts[right].content)
-        super().discard(right)
-
-    def discard(self, at: int) -> None:
-        super().discard(at)
-        self.real.discard(at)
-
-    def mean(self, total_weight: float) -> None:
-        super().mean(total_weight)
-        self.real.mean(total_weight)
-
-    def norms(self) -> tuple[float, ...]:
-        assert self.real.norms() == norms_of(self._gradient(self.parts[0].content)), "the sum has other floats"
-        return super().norms()
-
-    def _gradient(self, content: Content) -> torch.Tensor:
-        return self._of(content)
-
-    def first_not_finite(self) -> int:
-        assert self.real.first_not_finite() < 0
-        return super().first_not_finite()
-
-    def apply(self, update: Apply) -> tuple[Any, int] | None:
-        part, before = self.parts[0], self.master
-        finished = part.content
-        left, given = self.real.apply(update), super().apply(update)
-        self._name(update, before, finished, part.content)
-        if left is not None:
-            part.real = left[0], self._payload(part.content, update)
-        assert self.wire.keys() == self._versions, f"shard {self.shard.index} keeps other versions"
-        return given
-
     def _payload(self, content: Content, update: Apply) -> torch.Tensor:
         """What a backup is sent of this finished gradient."""
         return self._of(content)
 
-    def _name(self, update: Apply, before: Content, finished: Content, scaled: Content) -> None:
-        gradient, master, made = name_of(scaled), name_of(before), name_of(self.master)
-        if self.shard.index == self.server.job.scale_shard:
-            self._floats.begins(made, scale_words(made))
-            return
+    # ---- a step ----
+
+    def install(self, payload: NamedBuffer, version: int = 0, nbytes: int = 0) -> None:
+        """The first version."""
+        job, index = self.server.job, self.shard.index
+        right = nbytes == (0 if index in job.table_shards else NBYTES) or job.averages(index)
+        assert right, f"a first version of {nbytes} bytes"
+        content = job.first(index) if index in job.table_shards else payload.content
+        payload.release()
+        self.master = State(content) if job.averages(index) else content
+        self.real.install(self._filled(self.master), version, NBYTES)
+        self._keep(version, version)
+
+    def _keep(self, version: int, oldest: int, pinned: int = -1) -> None:
+        """The master is this version now."""
+        self.wire[version] = self.master
+        self.wire = {v: content for v, content in self.wire.items() if v >= oldest or v == pinned}
+        self._holds(version)
+
+    def _holds(self, version: int) -> None:
+        server = self.server
+        server.world.note("holds", server.node.name, self.shard.index, version, server.shell.fence.number)
+
+    def take(self, payload: NamedBuffer, weight: float, base: int | None = None, at: int = 0) -> None:
+        """A contribution becomes a part of the sum."""
+        assert at not in self.parts, f"{self.server.node.name}: shard {self.shard.index}: part {at} is there"
+        payload.content = server_checks.decoded(self.server, self.shard.index, payload.content)
+        self.parts[at] = payload
+        self.real.take(self._filled(payload.content), weight, base, at)
+
+    def add(self, payload: NamedBuffer, weight: float, base: int | None = None) -> None:
+        """A contribution joins the only part."""
+        payload.content = server_checks.decoded(self.server, self.shard.index, payload.content)
+        self.parts[0].add_(payload)
+        payload.release()
+        self.real.add(self._filled(payload.content), weight, base)
+
+    def merge(self, left: int, right: int) -> None:
+        """Two parts become one."""
+        self.real.merge(left, right)
+        other = self.parts.pop(right)
+        self.parts[left].add_(other)
+        other.release()
+
+    def discard(self, at: int) -> None:
+        """Drop a part."""
+        self.parts.pop(at).release()
+        self.real.discard(at)
+
+    def mean(self, total_weight: float) -> None:
+        """The sum, divided."""
+        self.parts[0].content = self.server.job.mean(self.parts[0].content, total_weight)
+        self.real.mean(total_weight)
+
+    def norms(self) -> tuple[float, ...]:
+        """The norm of the finished sum; not finite if a value is not."""
+        assert self.real.norms() == norms_of(self._gradient(self.parts[0].content)), "the sum has other floats"
+        norm, at = self._looked
+        return (norm if at < 0 else math.inf,)
+
+    def first_not_finite(self) -> int:
+        """The first word that is not finite."""
+        assert self.real.first_not_finite() < 0
+        return self._looked[1]
+
+    @property
+    def _looked(self) -> tuple[float, int]:
+        return self.server.job.look(self.shard.index, self.step, self.parts[0].content)
+
+    def apply(self, update: Apply) -> tuple[Any, int] | None:
+        """Make the next version."""
+        server_checks.check_applied(self.server, self.shard.index, update)
+        part, left = self.parts.pop(0), self.real.apply(update)
+        self.master = self._next(part, update)
+        self._keep(update.version, update.oldest, update.pinned)
+        assert self.wire.keys() == self._versions, f"shard {self.shard.index} keeps other versions"
+        if left is None:
+            part.release()
+            return None
+        part.real = left[0], self._payload(part.content, update)
+        return part, NBYTES
+
+    def _next(self, part: NamedBuffer, update: Apply) -> Content:
+        job, floats, before, finished = self.server.job, self._floats, self.master, part.content
+        if self.shard.index == job.scale_shard:
+            after = scale_after(before, skipped=update.scale is None)
+            floats.begins(after, scale_words(after))
+            return after
+        if update.scale is None:
+            return Mean(None) if job.averages(self.shard.index) else before
+        part.content = scaled = job.scaled(finished, update.scale)
+        gradient = name_of(scaled)
         if gradient != name_of(finished):
-            assert update.scale is not None
-            clipped = update.scale if self.real.measured else 1.0  # buffers are copied
-            self._floats.scaled(gradient, name_of(finished), clipped)
-        if update.scale is None or isinstance(self.master, Mean):
-            return
-        if self.real.measured:
-            self._floats.updated(made, master, gradient, update, self._config, self.shard.group)
+            floats.scaled(gradient, name_of(finished), update.scale if self.measured else 1.0)  # buffers are copied
+        if job.averages(self.shard.index):
+            return Mean(scaled)
+        new = job.update(before, scaled, update.version - 1, update.reductions, update.rate)
+        if self.measured:
+            floats.updated(name_of(new), name_of(before), gradient, update, self._config, self.shard.group)
         else:
-            self._floats.scaled(made, gradient, 1.0)
+            floats.scaled(name_of(new), gradient, 1.0)
+        return new
+
+    def abandon(self) -> None:
+        """Discard the sum in progress."""
+        for at in list(self.parts):
+            self.discard(at)
 
     def release(self) -> None:
+        """Release every buffer."""
         self.abandon()
         self.real.release()
 
+    # ---- versions, and the whole state ----
+
+    def keeps(self, version: int) -> bool:
+        """Can that version be sent?"""
+        return bool(self.real.keeps(version))
+
     def raw(self, version: int) -> tuple[int, Any, int]:
-        code, named, nbytes = super().raw(version)
-        content = self.wire[version].content if isinstance(self.wire[version], Mean) else self.wire[version]
+        """A kept version."""
+        content, named = self.wire[version], NamedBuffer(self.wire[version])
+        content = content.content if isinstance(content, Mean) else content
         if content is not None and not isinstance(content, State):
             named.real = self.real.encoded(version)[1], self._of(content)
             assert named.content is not None
-        return code, named, nbytes
+        return 0, named, NBYTES
 
-    encoded = raw
+    def encoded(self, version: int) -> tuple[int, Any, int]:
+        """The same."""
+        return self.raw(version)
+
+    def named(self, header: Header) -> Header:
+        """As it is, or as a whole state: else a content says itself what it is."""
+        return header._replace(kind=Kind.STATE) if isinstance(self.wire.get(header.step), State) else header
 
     def digest(self, before: bytes) -> bytes:
-        return super().digest(before) + bytes(self.real.digest(before))
+        """Of the floats."""
+        return bytes(self.real.digest(before))
 
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
+        """The whole state; without `wires` for a snapshot."""
         record = self.real.state(version, clocks, wires=wires)
-        master = self.master if wires or self.real.measured else self.wire[version]
+        master = self.master if wires or self.measured else self.wire[version]
         right = self._record(master, self.wire if wires else {}, version, clocks)
         assert (record.arrays.keys(), record.scalars) == (right.arrays.keys(), right.scalars), "another state"
         assert all(np.array_equal(record.arrays[name], array) for name, array in right.arrays.items()), "another state"
         assert not wires or self._fits(record, self.shard, self._config), "a state that nobody takes"
-        return super().state(version, clocks, wires=wires)
+        name = self.server.world.tokens.bytes_of((master, dict(self.wire) if wires else None))
+        return ShardRecord(self.shard.index, version, {"master": np.frombuffer(name, np.uint8)}, {}, tuple(clocks))
 
     def load(self, record: ShardRecord) -> None:
-        _, wires = self.server.world.tokens.of(record.arrays["master"])
-        super().load(record)
+        """Replace the state."""
+        self.master, wires = self.server.world.tokens.of(record.arrays["master"])
         self.real.load(self._record(self.master, wires or {}, record.version, record.clocks))
+        self.wire = dict(wires or ())
+        if wires is not None:
+            server_checks.note_taken(self.server, "copy", self.shard.index, record.version)
+            for version in sorted(wires):
+                self._holds(version)
+        else:
+            self.master = State(self.master) if self.server.job.averages(self.shard.index) else self.master
+            self._keep(record.version, record.version)
 
     def _record(self, master: Content, wires: dict[int, Content], version: int, clocks: Sequence[int]) -> ShardRecord:
         """What these names stand for."""
-        master = master.content if isinstance(master, State) else master
         moments, numbers = self._floats.moments(name_of(master))
         arrays = {"master": self._of(master), **moments, **self._earlier(wires)}
         plain = {name: array.clone().numpy() for name, array in arrays.items()}
@@ -193,7 +282,7 @@ class RealShard(NamedShard):
         return {f"wire-{kept}": self._of(content) for kept, content in wires.items()}
 
 
-class RealRows(RealShard, OwnedRows):  # type: ignore[misc, override]  # (who asks for rows looks whether it is one)
+class NamedRows(NamedShard, OwnedRows):  # type: ignore[misc, override]  # (who asks for rows looks whether it is one)
     """The same for a part of a table: sums of few rows, and the old rows of the versions before the newest."""
 
     _fits = staticmethod(fits_rows)
@@ -230,10 +319,9 @@ class RealRows(RealShard, OwnedRows):  # type: ignore[misc, override]  # (who as
         return self._encoded_rows(None if update.scale is None else content)
 
     def raw(self, version: int) -> tuple[int, Any, int]:
+        """Nothing but that it exists."""
         assert self.real.raw(version)[2] == 0
-        return NamedShard.raw(self, version)
-
-    encoded = raw
+        return 0, NamedBuffer(self.wire[version]), 0
 
     def rows(self, version: int, ids: torch.Tensor) -> tuple[Any, int]:
         """These rows of a kept version; of none its name alone."""

@@ -18,12 +18,12 @@ Content = Any  # an int; where no bytes are promised the set of the contribution
 GARBAGE: Content = -1
 
 
-class Contributions(frozenset[Any]):
+class NamedSet(frozenset[Any]):
     """What was contributed to something; its floats follow from its name (from how it was made)."""
 
     name: int
 
-    def __new__(cls, of: Iterable[Any] = (), name: int = 0) -> Contributions:
+    def __new__(cls, of: Iterable[Any] = (), name: int = 0) -> NamedSet:
         made = super().__new__(cls, of)
         made.name = name
         return made
@@ -31,7 +31,7 @@ class Contributions(frozenset[Any]):
 
 def name_of(content: Content) -> int:
     """The name by which floats are known; 0 is that of nothing, which a backup gets of a step that is skipped."""
-    return content.name if isinstance(content, Contributions) else int(content or 0)
+    return content.name if isinstance(content, NamedSet) else int(content or 0)
 
 
 @dataclass(frozen=True)
