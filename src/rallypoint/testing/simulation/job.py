@@ -21,17 +21,7 @@ from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalStep
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.replicas import contents
-from rallypoint.testing.simulation.replicas.contents import (
-    Content,
-    Mean,
-    NamedSet,
-    Names,
-    State,
-    Trained,
-    combine,
-    name_of,
-    tree,
-)
+from rallypoint.testing.simulation.replicas.contents import Content, NamedSet, Names, Trained, combine, name_of, tree
 from rallypoint.testing.simulation.replicas.floats import ROWS, Floats
 from rallypoint.testing.simulation.replicas.script import ScriptStops, Undisturbed
 
@@ -56,6 +46,7 @@ class SimulatedJob:
     inner: bool = False  # of local steps, over Sync: contributions depend on the replicas' own optimizers
     poison: tuple[int, int] | None = None  # (step, replica) whose gradient is not finite, which stops the job
     tables: int = 0  # shards of parameters that are parts of a table
+    keys: int = 0  # of a store: shard i is a piece of key i modulo so many, and what is pushed depends on it alone
     stop: ScriptStops | None = None  # same bytes only
     every: int = 0  # an evaluation is due after so many steps; 0: never
     rules: Rules = field(default_factory=Rules)  # by which evaluations decide
@@ -119,9 +110,13 @@ class SimulatedJob:
             evaluation=Evaluation(
                 plateau=self.rules.plateau, keep_best=self.rules.best.metric if self.rules.best else ""
             ),
-            audit=Audit(share=self.audits.share if self.audits else 0.0),
+            audit=Audit(share=self.audits.share if self.audits else 0.0), keyed=self.keys > 0,
         )  # fmt: skip
         return msgspec.structs.replace(config, steps=self.steps * config.steps_per_round)
+
+    def shards_of(self, key: int) -> list[int]:
+        """The shards of a store's key."""
+        return list(range(key, self.shards, self.keys))
 
     @cached_property
     def layout(self) -> Layout:
@@ -183,13 +178,11 @@ class SimulatedJob:
         return self.stateful_workers and shard not in self.buffer_shards
 
     def add(self, total: Content, content: Content) -> Content:
-        """A contribution joins the sum."""
         left, right = name_of(total), name_of(content)
         name = self.floats.sum(combine(left, right), left, right)
         return name if self.same_bytes else self._both(total, content, name)
 
     def mean(self, total: Content, weight: float) -> Content:
-        """The sum, divided."""
         name = self.floats.mean(combine(name_of(total), int(weight)), name_of(total), weight)
         return name if self.same_bytes else NamedSet(total, name)
 
@@ -250,11 +243,11 @@ class SimulatedJob:
     def after(self, content: Content, came: Content, version: int) -> Content:
         """A worker's shard once it has installed what has come of `version`."""
         match came:
-            case State(content=state):
+            case contents.State(content=state):
                 return state
-            case Mean(content=None):
+            case contents.Mean(content=None):
                 return content
-            case Mean(content=mean):
+            case contents.Mean(content=mean):
                 return self.update(content, mean, version - 1)
             case _:
                 return came
@@ -338,7 +331,6 @@ class SimulatedJob:
         return math.inf if self.skip and shard == 0 and finished % 7 == 0 else finished % 1009 / 1000
 
     def scaled(self, finished: Content, scale: float) -> Content:
-        """A gradient after clipping."""
         if scale == 1.0:
             return finished
         name = combine(name_of(finished), int(scale * 2**40))
@@ -386,9 +378,10 @@ class SimulatedJob:
         self, shard: int, step: int, model: Iterable[Content], residuals: dict[tuple[int, int], int],
         inner: dict[int, int],
     ) -> Content:  # fmt: skip
-        replicas = self.contributing(shard)
+        replicas, pulled = self.contributing(shard), list(model)[shard : shard + 1]
         contributions = [
-            self.gradient(shard, step, r, (*self._seen(step, r, model), inner.get(r, 0))) for r in replicas
+            self.gradient(shard, step, r, pulled if self.keys else (*self._seen(step, r, model), inner.get(r, 0)))
+            for r in replicas
         ]
         if shard in self.codec_state_shards:
             for replica, gradient in enumerate(contributions):

@@ -27,10 +27,10 @@ from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
-from rallypoint.server.intake import FrameChecks, Intake
+from rallypoint.server.intake import Intake
 from rallypoint.server.job import ServerJob
 from rallypoint.server.member import ListeningMember, Views
-from rallypoint.store.record import ShardRecord, decode_record
+from rallypoint.store.record import decode_record
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR, SimulatedMembership
 from rallypoint.testing.simulation.network import RETRY_S, Call, Node, Tokens, Wire
@@ -52,7 +52,6 @@ class NamedPool:
         self.job, self.held = job, 0
 
     def take(self, nbytes: int = 0) -> NamedBuffer:
-        """A buffer with one holder."""
         self.held += 1
         return NamedBuffer(None, self)
 
@@ -90,23 +89,17 @@ class NamedBuffer:
     def __getitem__(self, part: slice) -> NamedBuffer:
         return self
 
-    def __setitem__(self, part: slice, data: bytes) -> None:
-        """No rows."""
-
     def add_(self, other: NamedBuffer) -> None:
-        """A block of the tree: the one to the right joins."""
         assert self._pool is not None
         self.content = self._pool.job.add(self.content, other.content)
 
     def retain(self) -> NamedBuffer:
-        """One more holder."""
         self._holders += 1
         if self.real is not None:
             self.real[0].retain()
         return self
 
     def release(self) -> None:
-        """One holder less."""
         self._holders -= 1
         if self.real is not None:
             self.real[0].release()
@@ -122,18 +115,13 @@ def named_job(job: SimulatedJob) -> ServerJob:
     return whole
 
 
-class _NamedChecks(FrameChecks):
-    def record(self, header: Header, data: bytearray) -> ShardRecord:
-        """A state of names is no tensor that could fit."""
-        return decode_record(bytes(data))
-
-
 class NamedIntake(Intake):
     """Reads frames of names."""
 
     def __init__(self, job: ServerJob, *about: Any) -> None:
         super().__init__(job, *about)
-        self._checks = _NamedChecks(job)
+        # A state of names is no tensor that could fit.
+        self._checks.record = lambda header, data: decode_record(bytes(data))  # type: ignore[method-assign]
         if (audits := job.plan.audits) is not None:
             self._pushed = partial(_with_digest, audits)
 
@@ -229,7 +217,6 @@ class WireChannel:
             self._gone()
 
     def receive_header(self) -> Header:
-        """The header of the frame that has come; NothingMore after that."""
         if self._frame is None:
             raise NothingMore
         (header, self._content), self._frame = self._frame, None
@@ -241,11 +228,9 @@ class WireChannel:
 
     @property
     def view(self) -> ViewNumber:
-        """Of the frame that was received last."""
         return self._header.view
 
     def receive_bytes(self, header: Header) -> bytearray:
-        """Its payload."""
         if header.kind is Kind.PULL_ROWS:
             self.asked[header.shard, header.base] = self._content
             return bytearray(self._content)
@@ -271,7 +256,6 @@ class WireChannel:
         self, header: Header, payload: Any = None, sent: Call | None = None, *, place: Hashable = None,
         rank: object = (), urgent: bool = False, left: Call | None = None,
     ) -> None:  # fmt: skip
-        """Put a frame on the wire."""
         if header.kind is Kind.CREDIT:
             self.owed -= header.replica
             assert self.owed >= 0, f"{self.name} gets a credit too many"
@@ -326,17 +310,14 @@ class SimulatedDialer:
         self._closed, self._lost_at = False, transport.node.world.now
 
     def start(self) -> None:
-        """Begin to connect."""
         if not self._closed:
             hello = (self._of.role, self._node.name, self._calls.view())
             self._node.world.connect(self._node, self.peer.address, hello, self._up, self._failed)
 
     def unreachable(self) -> float:
-        """Seconds for which the peer could not be reached; 0.0 while it can."""
         return 0.0 if self._wire is not None else self._node.world.now - self._lost_at
 
     def close(self) -> None:
-        """End the link: nothing of it is heard any more."""
         self._closed = True
         if self._wire is not None:
             self._wire.close(0)

@@ -19,14 +19,7 @@ from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.server import inbox
 from rallypoint.server.service import LEAVING_EVERY_S, Peers, ServerService
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.names import (
-    TOKEN,
-    NamedIntake,
-    NamedPool,
-    PlayedMember,
-    WireChannel,
-    named_job,
-)
+from rallypoint.testing.simulation.names import TOKEN, NamedIntake, NamedPool, PlayedMember, WireChannel, named_job
 from rallypoint.testing.simulation.network import Node, Wire, World, watch
 from rallypoint.testing.simulation.operating import server_checks
 from rallypoint.testing.simulation.shards import NamedShard, NamedShards

@@ -22,15 +22,8 @@ from rallypoint.server.shard import fits, norms_of
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.names import NBYTES, NamedBuffer
 from rallypoint.testing.simulation.operating import server_checks
-from rallypoint.testing.simulation.replicas.contents import (
-    Content,
-    Mean,
-    State,
-    name_of,
-    scale_after,
-    scale_of,
-    scale_words,
-)
+from rallypoint.testing.simulation.replicas import contents
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, name_of
 from rallypoint.testing.simulation.replicas.floats import COLUMNS, ROWS, WORDS
 
 if TYPE_CHECKING:
@@ -61,8 +54,8 @@ class NamedShards(ShardFactory):
 
 
 class NamedShard:
-    """One shard's names, and the product's own shard. It does with the floats what it does with the names, and compares
-    them whenever they leave."""
+    """A `HeldShard`: names, and the product's own shard, which does with floats what is done with the names here. They
+    are compared whenever they leave."""
 
     _fits = staticmethod(fits)  # would a backup take such a state?
 
@@ -74,6 +67,7 @@ class NamedShard:
         self.parts: dict[int, NamedBuffer] = {}  # of the sum in progress, by the first replica
         self.wire: dict[int, Content] = {}
         self.step = -1  # of the sum that is measured
+        self.encoded, self.keeps, self.digest = self.raw, real.keeps, real.digest
 
     @property
     def buffers(self) -> int:
@@ -83,20 +77,14 @@ class NamedShard:
 
     @property
     def loss_scale(self) -> float:
-        """What the losses of the step are multiplied by."""
-        named = scale_of(self.master) if self.shard.index == self.server.job.scale_shard else 0.0
+        named = contents.scale_of(self.master) if self.shard.index == self.server.job.scale_shard else 0.0
         assert self.real.loss_scale == named, "another loss scale"
         return named
-
-    @property
-    def _versions(self) -> set[int]:
-        return set(self.real._wire)
 
     def _of(self, content: Content) -> torch.Tensor:
         return self._floats.of(name_of(content))
 
-    def _gradient(self, content: Content) -> torch.Tensor:
-        return self._of(content)
+    _gradient = _of
 
     def _filled(self, content: Content) -> Buffer:
         buffer = self._factory.pool.take()
@@ -110,7 +98,6 @@ class NamedShard:
     # ---- a step ----
 
     def install(self, payload: NamedBuffer, version: int = 0, nbytes: int = 0) -> None:
-        """The first version."""
         job, index = self.server.job, self.shard.index
         right = nbytes == (0 if index in job.table_shards else NBYTES) or job.averages(index)
         assert right, f"a first version of {nbytes} bytes"
@@ -124,65 +111,50 @@ class NamedShard:
         """The master is this version now."""
         self.wire[version] = self.master
         self.wire = {v: content for v, content in self.wire.items() if v >= oldest or v == pinned}
-        self._holds(version)
-
-    def _holds(self, version: int) -> None:
-        server = self.server
-        server.world.note("holds", server.node.name, self.shard.index, version, server.shell.fence.number)
+        server_checks.note_held(self.server, self.shard.index, version)
 
     def take(self, payload: NamedBuffer, weight: float, base: int | None = None, at: int = 0) -> None:
-        """A contribution becomes a part of the sum."""
         assert at not in self.parts, f"{self.server.node.name}: shard {self.shard.index}: part {at} is there"
         payload.content = server_checks.decoded(self.server, self.shard.index, payload.content)
         self.parts[at] = payload
         self.real.take(self._filled(payload.content), weight, base, at)
 
     def add(self, payload: NamedBuffer, weight: float, base: int | None = None) -> None:
-        """A contribution joins the only part."""
         payload.content = server_checks.decoded(self.server, self.shard.index, payload.content)
         self.parts[0].add_(payload)
         payload.release()
         self.real.add(self._filled(payload.content), weight, base)
 
     def merge(self, left: int, right: int) -> None:
-        """Two parts become one."""
         self.real.merge(left, right)
         other = self.parts.pop(right)
         self.parts[left].add_(other)
         other.release()
 
     def discard(self, at: int) -> None:
-        """Drop a part."""
         self.parts.pop(at).release()
         self.real.discard(at)
 
     def mean(self, total_weight: float) -> None:
-        """The sum, divided."""
         self.parts[0].content = self.server.job.mean(self.parts[0].content, total_weight)
         self.real.mean(total_weight)
 
     def norms(self) -> tuple[float, ...]:
-        """The norm of the finished sum; not finite if a value is not."""
         assert self.real.norms() == norms_of(self._gradient(self.parts[0].content)), "the sum has other floats"
-        norm, at = self._looked
+        norm, at = self.server.job.look(self.shard.index, self.step, self.parts[0].content)
         return (norm if at < 0 else math.inf,)
 
     def first_not_finite(self) -> int:
-        """The first word that is not finite."""
         assert self.real.first_not_finite() < 0
-        return self._looked[1]
-
-    @property
-    def _looked(self) -> tuple[float, int]:
-        return self.server.job.look(self.shard.index, self.step, self.parts[0].content)
+        return self.server.job.look(self.shard.index, self.step, self.parts[0].content)[1]
 
     def apply(self, update: Apply) -> tuple[Any, int] | None:
-        """Make the next version."""
         server_checks.check_applied(self.server, self.shard.index, update)
         part, left = self.parts.pop(0), self.real.apply(update)
         self.master = self._next(part, update)
         self._keep(update.version, update.oldest, update.pinned)
-        assert self.wire.keys() == self._versions, f"shard {self.shard.index} keeps other versions"
+        kept = {version for version in range(max(0, update.oldest - 1), update.version + 2) if self.real.keeps(version)}
+        assert kept | {update.pinned} == {*self.wire, update.pinned}, f"shard {self.shard.index} keeps other versions"
         if left is None:
             part.release()
             return None
@@ -192,15 +164,14 @@ class NamedShard:
     def _next(self, part: NamedBuffer, update: Apply) -> Content:
         job, floats, before, finished = self.server.job, self._floats, self.master, part.content
         if self.shard.index == job.scale_shard:
-            after = scale_after(before, skipped=update.scale is None)
-            floats.begins(after, scale_words(after))
+            after = contents.scale_after(before, skipped=update.scale is None)
+            floats.begins(after, contents.scale_words(after))
             return after
         if update.scale is None:
             return Mean(None) if job.averages(self.shard.index) else before
         part.content = scaled = job.scaled(finished, update.scale)
         gradient = name_of(scaled)
-        if gradient != name_of(finished):
-            floats.scaled(gradient, name_of(finished), update.scale if self.measured else 1.0)  # buffers are copied
+        floats.scaled(gradient, name_of(finished), update.scale if self.measured else 1.0)  # buffers are copied
         if job.averages(self.shard.index):
             return Mean(scaled)
         new = job.update(before, scaled, update.version - 1, update.reductions, update.rate)
@@ -211,23 +182,16 @@ class NamedShard:
         return new
 
     def abandon(self) -> None:
-        """Discard the sum in progress."""
         for at in list(self.parts):
             self.discard(at)
 
     def release(self) -> None:
-        """Release every buffer."""
         self.abandon()
         self.real.release()
 
     # ---- versions, and the whole state ----
 
-    def keeps(self, version: int) -> bool:
-        """Can that version be sent?"""
-        return bool(self.real.keeps(version))
-
     def raw(self, version: int) -> tuple[int, Any, int]:
-        """A kept version."""
         content, named = self.wire[version], NamedBuffer(self.wire[version])
         content = content.content if isinstance(content, Mean) else content
         if content is not None and not isinstance(content, State):
@@ -235,20 +199,11 @@ class NamedShard:
             assert named.content is not None
         return 0, named, NBYTES
 
-    def encoded(self, version: int) -> tuple[int, Any, int]:
-        """The same."""
-        return self.raw(version)
-
     def named(self, header: Header) -> Header:
         """As it is, or as a whole state: else a content says itself what it is."""
         return header._replace(kind=Kind.STATE) if isinstance(self.wire.get(header.step), State) else header
 
-    def digest(self, before: bytes) -> bytes:
-        """Of the floats."""
-        return bytes(self.real.digest(before))
-
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
-        """The whole state; without `wires` for a snapshot."""
         record = self.real.state(version, clocks, wires=wires)
         master = self.master if wires or self.measured else self.wire[version]
         right = self._record(master, self.wire if wires else {}, version, clocks)
@@ -259,14 +214,13 @@ class NamedShard:
         return ShardRecord(self.shard.index, version, {"master": np.frombuffer(name, np.uint8)}, {}, tuple(clocks))
 
     def load(self, record: ShardRecord) -> None:
-        """Replace the state."""
         self.master, wires = self.server.world.tokens.of(record.arrays["master"])
         self.real.load(self._record(self.master, wires or {}, record.version, record.clocks))
         self.wire = dict(wires or ())
         if wires is not None:
             server_checks.note_taken(self.server, "copy", self.shard.index, record.version)
             for version in sorted(wires):
-                self._holds(version)
+                server_checks.note_held(self.server, self.shard.index, version)
         else:
             self.master = State(self.master) if self.server.job.averages(self.shard.index) else self.master
             self._keep(record.version, record.version)
@@ -287,11 +241,6 @@ class NamedRows(NamedShard, OwnedRows):  # type: ignore[misc, override]  # (who 
 
     _fits = staticmethod(fits_rows)
     buffers = 0  # what it takes is copied
-
-    @property
-    def _versions(self) -> set[int]:
-        assert all(map(self.real.keeps, self.wire)), f"shard {self.shard.index} does not keep {list(self.wire)}"
-        return {*self.real._before, self.real._version}
 
     def _filled(self, content: Content) -> Buffer:
         payload = self._encoded_rows(content)
@@ -320,8 +269,7 @@ class NamedRows(NamedShard, OwnedRows):  # type: ignore[misc, override]  # (who 
 
     def raw(self, version: int) -> tuple[int, Any, int]:
         """Nothing but that it exists."""
-        assert self.real.raw(version)[2] == 0
-        return 0, NamedBuffer(self.wire[version]), 0
+        return 0, NamedBuffer(self.wire[version]), int(self.real.raw(version)[2])
 
     def rows(self, version: int, ids: torch.Tensor) -> tuple[Any, int]:
         """These rows of a kept version; of none its name alone."""
