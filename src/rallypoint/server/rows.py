@@ -17,7 +17,7 @@ from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPools
 from rallypoint.optim import RowsOptimizer, row_state_names
-from rallypoint.server.shard import first_not_finite, norm_of
+from rallypoint.server.shard import first_not_finite, is_version, norm_of
 from rallypoint.store.record import ShardRecord
 
 _CHANGED, _BEFORE = "changed-", "before-"  # the rows that the update after a version changed, and their old values
@@ -223,7 +223,9 @@ def fits_rows(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
     kept = [name.removeprefix(_CHANGED) for name in arrays if name.startswith(_CHANGED)]
     for version in kept:
         changed, before = arrays.pop(f"{_CHANGED}{version}"), arrays.pop(f"{_BEFORE}{version}", None)
-        if not version.isdecimal() or before is None or changed.dtype != np.int64 or before.dtype != np.float32:
+        if not is_version(version, record.version - 1) or before is None:
+            return False
+        if changed.dtype != np.int64 or before.dtype != np.float32:
             return False
         if len(before) != len(changed) * shard.columns or np.any(np.diff(changed) <= 0):
             return False

@@ -1,7 +1,7 @@
 """What a simulated server's own reducer holds and sends: names of tensors, wires in place of channels.
 
-`server/reducer.py` and its parts are the product's own; here is what they are given: buffers, channels, and shards that
-are nothing but names (`shards.py` has the others).
+`server/reducer.py` and its parts are the product's own; here is what they are given: buffers and channels (`shards.py`
+has the shards).
 """
 
 from __future__ import annotations
