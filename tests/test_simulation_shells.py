@@ -183,7 +183,7 @@ def _sums_share_their_values(self: OwnedRows, payload: Buffer, weight: float, at
     ("sync", OwnedShard, "apply", _sum_is_sent_and_is_the_version, "other floats", 10),
     ("sync", GradientSum, "take", _other_parts_memory, "other floats", 10),
     ("sync", WireCopies, "keep", _let_go_early, "more often|other floats", 10),
-    ("sync", OwnedShard, "load", _without_moments, "other floats|another state", 60),
+    ("sync", OwnedShard, "load", _without_moments, "other floats|another state|other bytes", 60),
     ("tables", OwnedRows, "load", _rows_without_moments, "other bytes|other floats|another state", 60),
     ("tables", OwnedRows, "merge", _last_row_twice, "other floats", 20),
     ("tables", OwnedRows, "rows", _rows_of_a_later_version, "other floats", 60),
