@@ -32,6 +32,11 @@ ENOUGH = [seed for seed in range(300) if resizes(seed)]  # within which a plante
 POLICIES = (Sync(), Sync(quorum=2), BoundedStaleness(1), LocalSteps(2, fragments=2), AllReduce())
 
 
+def test_a_worker_that_leaves_does_so_also_if_the_next_view_gives_it_replicas() -> None:
+    """The view came when its main thread had been told to go, which then took the job for finished."""
+    simulate(5016, Sync(quorum=2))
+
+
 @pytest.mark.some("quorum:2")
 @pytest.mark.parametrize("policy", POLICIES, ids=word_for)
 def test_servers_that_are_told_to_go_hand_their_shards_over_and_end(policy: Mode) -> None:

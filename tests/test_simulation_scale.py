@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
-from rallypoint.testing.simulation import names
+from rallypoint.server.shard import ScaleWords
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Scaled, parse_policy, word_for
-from rallypoint.testing.simulation.replicas.contents import SCALING, scale_after, scale_of
+from rallypoint.testing.simulation.replicas.contents import SCALING, scale_of
 from rallypoint.testing.simulation.run import simulate
 from support.failing import first_failure
 
@@ -29,14 +30,14 @@ def test_whatever_fails_the_scale_and_the_bytes_are_those_of_an_undisturbed_run(
 
 def test_a_server_that_forgets_some_skipped_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a server's scale does not always back off."""
-    calls = itertools.count()
+    calls, advance = itertools.count(), ScaleWords.advance
 
-    def forgets(content: int, *, skipped: bool) -> int:
-        return scale_after(content, skipped=skipped and next(calls) % 3 != 2)
+    def forgets(self: ScaleWords, before: list[float], *, skipped: bool) -> None:
+        advance(self, before, skipped=skipped and next(calls) % 3 != 2)
 
-    monkeypatch.setattr(names, "scale_after", forgets)
+    monkeypatch.setattr(ScaleWords, "advance", forgets)
     said = first_failure(Scaled(), ENOUGH)
-    assert "shard" in said
+    assert re.search("another loss scale|other floats|another state|other bytes", said)
 
 
 def test_its_word_is_understood() -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from rallypoint.aggregator import AggregatorRelay
+from rallypoint.codec.base import RowSum, decode_gradient
 from rallypoint.coordinator.acts import BeginSnapshot, CommitSnapshot
 from rallypoint.coordinator.journal import Journal
 from rallypoint.core.cluster.effects import FindSnapshot
@@ -25,6 +26,7 @@ from rallypoint.server.held import HeldShard
 from rallypoint.server.member import Views
 from rallypoint.server.parts import Followers, PayloadTickets, Pulls
 from rallypoint.server.reducer import Reducer, ShardEffects
+from rallypoint.server.rows import OwnedRows, _used
 from rallypoint.server.shard import GradientSum, OwnedShard, WireCopies
 from rallypoint.testing.simulation.coordinator import Disk, _Tasks
 from rallypoint.testing.simulation.job import SimulatedJob
@@ -37,6 +39,9 @@ _settle, _apply = PayloadTickets.settle, ShardEffects._apply
 _send_version, _merge = Followers._send_version, AggregatorRelay._merge
 _add, _credit = Pulls.add, PayloadTickets.credit
 _applied, _loaded, _taken, _kept = OwnedShard.apply, OwnedShard.load, GradientSum.take, WireCopies.keep
+_rows_merged, _rows_loaded, _rows_read, _rows_encoded = (
+    OwnedRows.merge, OwnedRows.load, OwnedRows.rows, OwnedRows._encoded
+)  # fmt: skip
 
 
 def test_how_long_a_keeper_of_snapshots_takes_follows_from_the_act_and_not_from_its_words() -> None:
@@ -135,6 +140,36 @@ def _without_moments(self: OwnedShard, record: Any) -> None:
     _loaded(self, replace(record, arrays={n: a for n, a in record.arrays.items() if n not in moments}, scalars={}))
 
 
+def _rows_without_moments(self: OwnedRows, record: Any) -> None:
+    moments = {"exp_avg", "exp_avg_sq"}
+    arrays = {name: array for name, array in record.arrays.items() if name not in moments}
+    _rows_loaded(self, replace(record, arrays=arrays, scalars={}))
+
+
+def _last_row_twice(self: OwnedRows, left: int, right: int) -> None:
+    """Of a row that both parts have, the right one's values are added twice."""
+    other = self._parts[right]
+    _rows_merged(self, left, right)
+    self._parts[left].add(other.ids[-1:], other.values[-1:].clone())
+
+
+def _rows_of_a_later_version(self: OwnedRows, version: int, ids: Any) -> Any:
+    return _rows_read(self, min(version + 1, self._version), ids)
+
+
+def _free_while_it_is_sent(self: OwnedRows, gradient: RowSum) -> Any:
+    buffer, nbytes = _rows_encoded(self, gradient)
+    buffer._pool.free.append(buffer)
+    return buffer, nbytes
+
+
+def _sums_share_their_values(self: OwnedRows, payload: Buffer, weight: float, at: int) -> None:
+    """A contribution is not copied, and its memory is free for the next one."""
+    ids, values = decode_gradient(payload.bytes[: _used(payload, self.shard.columns)], self.shard.columns)
+    self._parts[at].add(ids, values)
+    payload.release()
+
+
 @pytest.mark.parametrize(("policy", "owner", "name", "bug", "said", "seeds"), [
     ("sync", PayloadTickets, "settle", _credit_twice, "a credit too many", 3),
     ("sync", PayloadTickets, "credit", _no_credit, "credits, not", 3),
@@ -148,11 +183,17 @@ def _without_moments(self: OwnedShard, record: Any) -> None:
     ("sync", OwnedShard, "apply", _sum_is_sent_and_is_the_version, "other floats", 10),
     ("sync", GradientSum, "take", _other_parts_memory, "other floats", 10),
     ("sync", WireCopies, "keep", _let_go_early, "more often|other floats", 10),
-    ("sync", OwnedShard, "load", _without_moments, "other floats|another state", 60),
+    ("sync", OwnedShard, "load", _without_moments, "other floats|another state|other bytes", 60),
+    ("tables", OwnedRows, "load", _rows_without_moments, "other bytes|other floats|another state", 60),
+    ("tables", OwnedRows, "merge", _last_row_twice, "other floats", 20),
+    ("tables", OwnedRows, "rows", _rows_of_a_later_version, "other floats", 60),
+    ("tables", OwnedRows, "_encoded", _free_while_it_is_sent, "with floats are held|other floats|more often", 20),
+    ("tables", OwnedRows, "_add", _sums_share_their_values, "other floats", 20),
 ], ids=[
     "a credit twice", "a credit not at all", "a buffer released twice", "a block released twice",
     "published before its backup", "a void generation's contribution", "the version before", "a lost wake-up",
     "clocks of later", "one buffer for two", "a part written over", "a version let go early", "moments left behind",
+    "rows without moments", "a row added twice", "rows of later", "rows in a free buffer", "rows not copied",
 ])  # fmt: skip
 @pytest.mark.some("a credit*", "a buffer*", "published*", "the version*")
 def test_a_defect_planted_in_a_shell_is_found(

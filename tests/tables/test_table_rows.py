@@ -134,7 +134,7 @@ def _part(optimizer: Any = None) -> OwnedRows:
     config = resolve({"optimizer": optimizer or rp.AdamW(lr=0.1), "seed": 9, "steps": 50})
     shards = build_layout((), 256, None, [TensorSpec("users", (ROWS * 2, COLUMNS), "float32", 0)]).shards
     place = shards[1]
-    owned = OwnedRows(place, "users", config, BufferPools())
+    owned = OwnedRows(place, "users", config, pools := BufferPools(), pools.take(0))
     owned.install(BufferPools().take(0))
     return owned
 
@@ -217,6 +217,8 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         {"before-0": np.zeros(1, np.float32)},
         {"changed-7": np.array([1])},
         {"another": np.zeros(3, np.float32)},
+        {"changed-1": np.array([1]), "before-1": np.zeros(COLUMNS, np.float32)},
+        {f"changed-{'9' * 5000}": np.array([1]), f"before-{'9' * 5000}": np.zeros(COLUMNS, np.float32)},
     ):
         record = owned.state(1, (), wires=True)
         record.arrays.update(spoil)  # type: ignore[arg-type]

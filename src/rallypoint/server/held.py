@@ -144,7 +144,8 @@ class ShardFactory:
                 return InPlaceShard(place, config, self._in_place, self._nothing)
             return InPlaceMean(place, config, self._pool, self._scratch, self._in_place, self._nothing)
         if place.part is not None:
-            return OwnedRows(place, self._layout.tables[place.part.table].name, config, self._pools)
+            table = self._layout.tables[place.part.table].name
+            return OwnedRows(place, table, config, self._pools, self._nothing)
         if place.role == "parameters" and config.streamed:
             return StreamedShard(place, config, self._pool, self._scratch, self._nothing)
         if place.role == "parameters":

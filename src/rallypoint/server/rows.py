@@ -17,7 +17,7 @@ from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPools
 from rallypoint.optim import RowsOptimizer, row_state_names
-from rallypoint.server.shard import first_not_finite, norm_of
+from rallypoint.server.shard import first_not_finite, is_version, norm_of
 from rallypoint.store.record import ShardRecord
 
 _CHANGED, _BEFORE = "changed-", "before-"  # the rows that the update after a version changed, and their old values
@@ -37,16 +37,16 @@ class OwnedRows:
     loss_scale = 0.0
     measured = True  # these gradients count in the global norm, like all others
 
-    def __init__(self, shard: Shard, table: str, config: JobConfig, pools: BufferPools) -> None:
+    def __init__(self, shard: Shard, table: str, config: JobConfig, pools: BufferPools, nothing: Buffer) -> None:
+        """`nothing` is an empty buffer."""
         assert shard.part is not None
-        self.shard, self._part = shard, shard.part
+        self.shard, self._part, self._nothing = shard, shard.part, nothing
         self._table, self._config, self._pools = table, config, pools
         self._optimizer = RowsOptimizer(config, shard.group, shard.part.rows, shard.columns)
         self.master = self._optimizer.master
         self._version = -1
         self._before: dict[int, Undo] = {}
         self._parts: dict[int, RowSum] = {}  # of the sum in progress, by the first replica
-        self._nothing = pools.take(0)
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
         """Begin version 0: compute the initial rows here."""
@@ -116,11 +116,9 @@ class OwnedRows:
         self._parts.clear()
 
     def release(self) -> None:
-        """Release every buffer."""
+        """Forget the earlier versions too."""
         self.abandon()
         self._before.clear()
-        self._nothing.release()
-        self._nothing = self._pools.take(0)
 
     # ---- versions ----
 
@@ -225,7 +223,9 @@ def fits_rows(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
     kept = [name.removeprefix(_CHANGED) for name in arrays if name.startswith(_CHANGED)]
     for version in kept:
         changed, before = arrays.pop(f"{_CHANGED}{version}"), arrays.pop(f"{_BEFORE}{version}", None)
-        if not version.isdecimal() or before is None or changed.dtype != np.int64 or before.dtype != np.float32:
+        if not is_version(version, record.version - 1) or before is None:
+            return False
+        if changed.dtype != np.int64 or before.dtype != np.float32:
             return False
         if len(before) != len(changed) * shard.columns or np.any(np.diff(changed) <= 0):
             return False

@@ -571,7 +571,7 @@ def _stays(total_weight: float) -> None:
 def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
     """Is `record` a whole state of this shard, as `OwnedShard.load` needs it?"""
     named = [name for name in record.arrays if name.startswith(_WIRE)]
-    wires = {name for name in named if _is_version(name.removeprefix(_WIRE), record.version)}
+    wires = {name for name in named if is_version(name.removeprefix(_WIRE), record.version)}
     moments = record.arrays.keys() - wires - {"master"}
     nothing: tuple[set[str], set[str]] = (set(), set())
     known = [nothing] if shard.role == "buffers" else state_names(of_shard(config.applied, shard.columns))
@@ -586,7 +586,8 @@ def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
     return "master" in record.arrays and f"{_WIRE}{record.version}" in wires and right and same
 
 
-def _is_version(text: str, newest: int) -> bool:
+def is_version(text: str, newest: int) -> bool:
+    """Is it a version's number, of a version no newer than that?"""
     return text.isascii() and text.isdecimal() and len(text) <= len(str(newest)) and int(text) <= newest
 
 

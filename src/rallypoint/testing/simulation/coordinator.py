@@ -102,12 +102,10 @@ class _Owner:
         self._inbox, self._busy = deque[inbox.Event](), False
 
     def start(self) -> None:
-        """The clock begins."""
         self.put(inbox.Ticked())
         self._node.later(self._tick_s, self.start)
 
     def put(self, event: inbox.Event) -> None:
-        """Handle the event, after the one in progress."""
         self._inbox.append(event)
         while self._inbox and not self._busy and self._node.alive:
             self._busy = True
@@ -183,7 +181,6 @@ class SimulatedCoordinator(CoordinatorService):
 
     @property
     def machine(self) -> ClusterMachine:
-        """The machine in the shell."""
         return self._shell.machine
 
     def _open_keeper(self) -> SnapshotKeeper | None:

@@ -36,7 +36,6 @@ class Total:
     content: Content
 
     def add_(self, other: Total) -> None:
-        """A neighbour joins."""
         left, right = sorted((self, other), key=lambda total: total.first)
         self.first, self.content = left.first, self.job.add(left.content, right.content)
 
@@ -76,7 +75,6 @@ class NamedCodec:
         self._memory = bytes_of(next(iter(real.state().values())))
 
     def encode(self, values: Any, out: memoryview, *, seed: int) -> int:
-        """The contribution to be sent for the gradient in the slot."""
         job, tokens, (step, generation) = self._encoder.job, self._encoder.tokens, self._encoder.now()
         known: Residual | None = tokens.of(self._memory[:TOKEN]) if any(self._memory[:TOKEN]) else None
         content, name = job.encoded(tokens.of(bytes_of(values)[:TOKEN]), 0 if known is None else known.name)
@@ -137,7 +135,6 @@ class SimulatedExchange(Exchange):
             self.spoil(shard)
 
     def read(self, shard: int) -> Content:
-        """What is in the slot."""
         place = self.memory.slot(shard)
         return self._tokens.of(place[:TOKEN]) if len(place) else self.job.nothing
 
@@ -151,7 +148,6 @@ class SimulatedExchange(Exchange):
         self.memory.slot(shard)[:TOKEN] = self._garbage[: len(self.memory.slot(shard))]
 
     def _validate(self) -> None:
-        """The lock is free again."""
         shell, machine, began = self._shell, self._shell.machine, not self._computing
         shell.validate()
         machine.validate()

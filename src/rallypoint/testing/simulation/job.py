@@ -21,8 +21,8 @@ from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalStep
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.replicas import contents
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, Names, State, Trained, combine, tree
-from rallypoint.testing.simulation.replicas.floats import Floats
+from rallypoint.testing.simulation.replicas.contents import Content, NamedSet, Names, Trained, combine, name_of, tree
+from rallypoint.testing.simulation.replicas.floats import ROWS, Floats
 from rallypoint.testing.simulation.replicas.script import ScriptStops, Undisturbed
 
 
@@ -46,6 +46,7 @@ class SimulatedJob:
     inner: bool = False  # of local steps, over Sync: contributions depend on the replicas' own optimizers
     poison: tuple[int, int] | None = None  # (step, replica) whose gradient is not finite, which stops the job
     tables: int = 0  # shards of parameters that are parts of a table
+    keys: int = 0  # of a store: shard i is a piece of key i modulo so many, and what is pushed depends on it alone
     stop: ScriptStops | None = None  # same bytes only
     every: int = 0  # an evaluation is due after so many steps; 0: never
     rules: Rules = field(default_factory=Rules)  # by which evaluations decide
@@ -90,9 +91,13 @@ class SimulatedJob:
         """The shards that a worker's model holds, which are all but tables, and their contents."""
         return [(shard, content) for shard, content in enumerate(model) if shard not in self.table_shards]
 
-    def looked_up(self, step: int, replica: int) -> list[int]:
-        """The parts of the table that this replica's samples need at `step`."""
-        return [shard for shard in sorted(self.table_shards) if combine(shard, step, replica, 51) % 3]
+    def looked_up(self, step: int, replica: int) -> dict[int, list[int]]:
+        """The parts of the table that this replica's samples need at `step`, and the rows of them."""
+        chosen = {shard: combine(shard, step, replica, 51) for shard in sorted(self.table_shards)}
+        return {
+            shard: [row for row in range(ROWS) if not row or chance >> row & 1]
+            for shard, chance in chosen.items() if chance % 3
+        }  # fmt: skip
 
     @cached_property
     def config(self) -> JobConfig:
@@ -105,16 +110,21 @@ class SimulatedJob:
             evaluation=Evaluation(
                 plateau=self.rules.plateau, keep_best=self.rules.best.metric if self.rules.best else ""
             ),
-            audit=Audit(share=self.audits.share if self.audits else 0.0),
+            audit=Audit(share=self.audits.share if self.audits else 0.0), keyed=self.keys > 0,
         )  # fmt: skip
         return msgspec.structs.replace(config, steps=self.steps * config.steps_per_round)
+
+    def shards_of(self, key: int) -> list[int]:
+        """The shards of a store's key."""
+        return list(range(key, self.shards, self.keys))
 
     @cached_property
     def layout(self) -> Layout:
         """Shards of 16 words, the last of which are buffers."""
         own = [0, *range(2, 2 + len(self.periods))]
         carried = self.replicas if self.carries else 0
-        return contents.layout_of(self.shards, self.buffer_shards, sorted(self.table_shards), own, carried)
+        tables = sorted(self.table_shards)
+        return contents.layout_of(self.shards, self.buffer_shards, tables, own, carried, self.scale_shard)
 
     @cached_property
     def cadence(self) -> Cadence:
@@ -168,21 +178,20 @@ class SimulatedJob:
         return self.stateful_workers and shard not in self.buffer_shards
 
     def add(self, total: Content, content: Content) -> Content:
-        """A contribution joins the sum."""
-        if not self.same_bytes:
-            return self._both(total, content)
-        return self.floats.sum(combine(total, content), total, content)
+        left, right = name_of(total), name_of(content)
+        name = self.floats.sum(combine(left, right), left, right)
+        return name if self.same_bytes else self._both(total, content, name)
 
     def mean(self, total: Content, weight: float) -> Content:
-        """The sum, divided."""
-        return self.floats.mean(combine(total, int(weight)), total, weight) if self.same_bytes else total
+        name = self.floats.mean(combine(name_of(total), int(weight)), name_of(total), weight)
+        return name if self.same_bytes else NamedSet(total, name)
 
     @staticmethod
-    def _both(these: frozenset[Any], those: frozenset[Any]) -> frozenset[Any]:
+    def _both(these: frozenset[Any], those: frozenset[Any], name: int) -> NamedSet:
         assert isinstance(these, frozenset), f"{these} and {those} in one sum"
         assert isinstance(those, frozenset), f"{those} was pushed"
         assert not these & those, f"{sorted(these & those)} are applied twice"
-        return these | those
+        return NamedSet(these | those, name)
 
     @property
     def end(self) -> int:
@@ -234,11 +243,11 @@ class SimulatedJob:
     def after(self, content: Content, came: Content, version: int) -> Content:
         """A worker's shard once it has installed what has come of `version`."""
         match came:
-            case State(content=state):
+            case contents.State(content=state):
                 return state
-            case Mean(content=None):
+            case contents.Mean(content=None):
                 return content
-            case Mean(content=mean):
+            case contents.Mean(content=mean):
                 return self.update(content, mean, version - 1)
             case _:
                 return came
@@ -250,12 +259,19 @@ class SimulatedJob:
 
     def first(self, shard: int, worker: str = "") -> Content:
         """Version 0; the same whichever worker brings it."""
-        named = contents.FIRST_SCALE if shard == self.scale_shard else combine(7, shard)
-        return named if self.same_bytes else frozenset()
+        named = combine(7, shard)
+        if shard == self.scale_shard:
+            self.floats.begins(named := contents.FIRST_SCALE, contents.scale_words(named))
+        return named if self.same_bytes else NamedSet(name=named)
 
     def gradient(self, shard: int, step: int, replica: int, model: Iterable[Content]) -> Content:
         """What `replica` contributes at `step` when the model is `model`."""
-        return combine(shard, step, replica, *model) if self.same_bytes else frozenset({(step, replica)})
+        made = combine(shard, step, replica, *model if self.same_bytes else ())
+        if shard in self.table_shards:
+            self.floats.sparse(made)
+        if shard == self.scale_shard:
+            self.floats.begins(made, [])
+        return made if self.same_bytes else NamedSet({(step, replica)}, made)
 
     def inner_after(self, inner: int, round: int, replica: int, model: Iterable[Content]) -> int:
         """The state of a replica's own optimizer after the round; 0 is that of a new one."""
@@ -315,12 +331,15 @@ class SimulatedJob:
         return math.inf if self.skip and shard == 0 and finished % 7 == 0 else finished % 1009 / 1000
 
     def scaled(self, finished: Content, scale: float) -> Content:
-        """A gradient after clipping."""
-        return finished if scale == 1.0 or not self.same_bytes else combine(finished, int(scale * 2**40))
+        if scale == 1.0:
+            return finished
+        name = combine(name_of(finished), int(scale * 2**40))
+        return name if self.same_bytes else NamedSet(finished, name)
 
-    def update(self, master: Content, finished: Content, step: int, rate: int = 0) -> Content:
-        """The optimizer; `rate`: how often the learning rate is reduced."""
-        return combine(master, finished, step, 99 + rate) if self.same_bytes else self._both(master, finished)
+    def update(self, master: Content, finished: Content, step: int, rate: int = 0, times: float = 1.0) -> Content:
+        """The optimizer; `rate`: how often the learning rate is reduced; it is taken so many `times`."""
+        name = combine(name_of(master), name_of(finished), step, 99 + rate)
+        return name if self.same_bytes else self._both(master, finished, combine(name, hash(times)))
 
     def undisturbed(self) -> list[Content]:
         """Every shard at the last version, computed without any cluster."""
@@ -359,9 +378,10 @@ class SimulatedJob:
         self, shard: int, step: int, model: Iterable[Content], residuals: dict[tuple[int, int], int],
         inner: dict[int, int],
     ) -> Content:  # fmt: skip
-        replicas = self.contributing(shard)
+        replicas, pulled = self.contributing(shard), list(model)[shard : shard + 1]
         contributions = [
-            self.gradient(shard, step, r, (*self._seen(step, r, model), inner.get(r, 0))) for r in replicas
+            self.gradient(shard, step, r, pulled if self.keys else (*self._seen(step, r, model), inner.get(r, 0)))
+            for r in replicas
         ]
         if shard in self.codec_state_shards:
             for replica, gradient in enumerate(contributions):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
-from rallypoint.config import JobConfig
+from rallypoint.codec.base import encode_ids
 from rallypoint.core.keys import NEWEST
 from rallypoint.core.protocol import Beat, Done, GiveUp, Leaving, NewView, Propose
 from rallypoint.core.view import View
@@ -19,6 +18,7 @@ from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.names import NBYTES, TOKEN, SimulatedTransport, payload_of
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.replicas.contents import Content
+from rallypoint.testing.simulation.replicas.floats import ROWS
 from rallypoint.worker.keys import LOOK_AGAIN_S
 from rallypoint.worker.keys_exchange import KeyExchange, KeyRequest
 
@@ -26,57 +26,17 @@ if TYPE_CHECKING:
     from rallypoint.testing.simulation.plan import Plan
 
 
-# A simulated store: keys of one shard or several, each of which goes on by itself.
-
-
-@dataclass(frozen=True)
-class KeyedJob(SimulatedJob):
-    """Like SimulatedJob; shard i is a piece of key i modulo `keys`.
-
-    What is pushed to a piece depends on that piece alone: after a roll-back the pieces of a key have versions of their
-    own.
-    """
-
-    keys: int = 1
-
-    @cached_property
-    def config(self) -> JobConfig:
-        """The settings that a real job of this kind has."""
-        return msgspec.structs.replace(super().config, keyed=True)
-
-    def shards_of(self, key: int) -> list[int]:
-        """The shards of a key."""
-        return list(range(key, self.shards, self.keys))
-
-    def pushed(self, shard: int, step: int, contributor: int, pulled: Content) -> Content:
-        """What a contributor pushes to a shard, when `pulled` is its value."""
-        return self.gradient(shard, step, contributor, (pulled,))
-
-    def _finished(
-        self, shard: int, step: int, model: Iterable[Content], residuals: dict[tuple[int, int], int],
-        inner: dict[int, int],
-    ) -> Content:  # fmt: skip
-        pulled = list(model)[shard]
-        return self._summed([self.pushed(shard, step, one, pulled) for one in range(self.replicas)])
-
-
-def with_keys(job: SimulatedJob, keys: int) -> KeyedJob:
-    """The same job as a store of so many keys."""
-    given = {field.name: getattr(job, field.name) for field in fields(job) if field.init}
-    return KeyedJob(**given, keys=keys)
-
-
 # A store's worker: the product's exchange and links, and a script.
 
 GIVES_UP_S = 1.0  # from a script's error to the end of its process
 LEFT = "went back to a snapshot after its script had ended"
-_NO_ROWS, _ROW = memoryview(b""), memoryview(bytes(4))
+_NO_ROWS, _ALL_ROWS = memoryview(b""), encode_ids(torch.arange(ROWS, device="cpu"))
 
 
 class SimulatedKeys(KeyExchange):
     """`poke` is called after every change."""
 
-    def __init__(self, node: Node, job: KeyedJob, send: Any, poke: Any) -> None:
+    def __init__(self, node: Node, job: SimulatedJob, send: Any, poke: Any) -> None:
         self._poke = poke
         super().__init__(job.layout, job.config, SimulatedTransport(node, "worker").context, send)
 
@@ -95,7 +55,7 @@ class KeyedWorker:
     fetched = 0
     model: list[Content]
 
-    def __init__(self, world: World, name: str, job: KeyedJob, speed: float = 1.0) -> None:
+    def __init__(self, world: World, name: str, job: SimulatedJob, speed: float = 1.0) -> None:
         self.node, self.job, self.speed = Node(world, name), job, speed
         self.exchange: SimulatedKeys | None = None
         self.model, self.done = [], False
@@ -210,7 +170,7 @@ class KeyedWorker:
 
     def _pull(self, exchange: SimulatedKeys, shards: list[int], version: int) -> None:
         self._asked, generation = exchange.need(
-            {shard: (_ROW if shard in self.job.table_shards else _NO_ROWS, NBYTES) for shard in shards}, version
+            {shard: (_ALL_ROWS if shard in self.job.table_shards else _NO_ROWS, NBYTES) for shard in shards}, version
         )
         assert generation == self._generation
 
@@ -246,7 +206,7 @@ class KeyedWorker:
             return
         (key, step, one), self._due = self._due, None
         self._check_read(key, step, one, values)
-        pushed = {s: self.job.pushed(s, step, one, value) for s, value in values.items()}
+        pushed = {s: self.job.gradient(s, step, one, (value,)) for s, value in values.items()}
         parts = {shard: payload_of(self.node.world.tokens, content) for shard, content in pushed.items()}
         if exchange.machine.counts(values, one):
             exchange.apply(lambda: exchange.push(parts, one, step))
@@ -285,5 +245,5 @@ def as_store(plan: Plan) -> Plan:
     job = replace(plan.job, buffers=0, clip=None, skip=False, tables=tables)
     faults = tuple(fault for fault in plan.faults if fault.role != "aggregator")
     terms = msgspec.structs.replace(plan.terms, backup_tasks=False, aggregators=0)
-    keyed = with_keys(job, rng.randint(1, job.shards))
+    keyed = replace(job, keys=rng.randint(1, job.shards))
     return replace(plan, job=keyed, terms=terms, faults=faults, aggregators=0)

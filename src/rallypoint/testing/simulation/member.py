@@ -50,7 +50,6 @@ class SimulatedMembership:
             self._unsent.append(message)
 
     def close(self) -> None:
-        """Leave."""
         if self._wire is not None:
             self._wire.close(0)
 

@@ -1,27 +1,24 @@
 """What a simulated server's own reducer holds and sends: names of tensors, wires in place of channels.
 
-`server/reducer.py` and its parts are the product's own; here is what they are given: buffers, channels, and shards that
-are nothing but names (`shards.py` has the others).
+`server/reducer.py` and its parts are the product's own; here is what they are given: buffers and channels (`shards.py`
+has the shards).
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-import numpy as np
 import torch
 
 from rallypoint.core.audits import Audits
 from rallypoint.core.layout import Shard
 from rallypoint.core.protocol import Finished, Prepare
-from rallypoint.core.shard.effects import Apply
 from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import LinkError
 from rallypoint.net.dialer import Calls
@@ -30,19 +27,18 @@ from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
-from rallypoint.server.intake import FrameChecks, Intake
+from rallypoint.server.intake import Intake
 from rallypoint.server.job import ServerJob
 from rallypoint.server.member import ListeningMember, Views
-from rallypoint.store.record import ShardRecord, decode_record
+from rallypoint.store.record import decode_record
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR, SimulatedMembership
 from rallypoint.testing.simulation.network import RETRY_S, Call, Node, Tokens, Wire
-from rallypoint.testing.simulation.operating import server_checks
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, scale_after, scale_of
+from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.worker.exchange.links import ExchangeContext
 
 if TYPE_CHECKING:
-    from rallypoint.testing.simulation.server import SimulatedServer
+    pass
 
 NBYTES = 64  # of every payload, but for a table's first version
 TOKEN = 8  # bytes that stand for a name where memory is real
@@ -56,7 +52,6 @@ class NamedPool:
         self.job, self.held = job, 0
 
     def take(self, nbytes: int = 0) -> NamedBuffer:
-        """A buffer with one holder."""
         self.held += 1
         return NamedBuffer(None, self)
 
@@ -80,7 +75,8 @@ class NamedBuffer:
         """The name. AssertionError if the memory has other floats by now."""
         if self.real is not None:
             buffer, floats = self.real
-            assert torch.equal(buffer.tensor, floats), f"the memory of {self._content} has other floats"
+            words = buffer.tensor[: len(floats)]
+            assert torch.equal(words, floats), f"the memory of {self._content} has other floats"
         return self._content
 
     @content.setter
@@ -93,23 +89,17 @@ class NamedBuffer:
     def __getitem__(self, part: slice) -> NamedBuffer:
         return self
 
-    def __setitem__(self, part: slice, data: bytes) -> None:
-        """No rows."""
-
     def add_(self, other: NamedBuffer) -> None:
-        """A block of the tree: the one to the right joins."""
         assert self._pool is not None
         self.content = self._pool.job.add(self.content, other.content)
 
     def retain(self) -> NamedBuffer:
-        """One more holder."""
         self._holders += 1
         if self.real is not None:
             self.real[0].retain()
         return self
 
     def release(self) -> None:
-        """One holder less."""
         self._holders -= 1
         if self.real is not None:
             self.real[0].release()
@@ -125,18 +115,13 @@ def named_job(job: SimulatedJob) -> ServerJob:
     return whole
 
 
-class _NamedChecks(FrameChecks):
-    def record(self, header: Header, data: bytearray) -> ShardRecord:
-        """A state of names is no tensor that could fit."""
-        return decode_record(bytes(data))
-
-
 class NamedIntake(Intake):
     """Reads frames of names."""
 
     def __init__(self, job: ServerJob, *about: Any) -> None:
         super().__init__(job, *about)
-        self._checks = _NamedChecks(job)
+        # A state of names is no tensor that could fit.
+        self._checks.record = lambda header, data: decode_record(bytes(data))  # type: ignore[method-assign]
         if (audits := job.plan.audits) is not None:
             self._pushed = partial(_with_digest, audits)
 
@@ -154,151 +139,6 @@ class NamedIntake(Intake):
 def _with_digest(audits: Audits, channel: Any, worker: str, header: Header, buffer: Any) -> inbox.Pushed:
     digest = str(buffer.content).encode() if audits.audited(header.step) else b""
     return inbox.Pushed(channel, worker, header, buffer, digest)
-
-
-@dataclass
-class NamedShard:
-    """One shard's names."""
-
-    server: SimulatedServer
-    shard: Shard
-    master: Content = 0
-    parts: dict[int, Any] = field(default_factory=dict)  # buffers of the sum in progress, by the first replica
-    wire: dict[int, Content] = field(default_factory=dict)
-    step: int = -1  # of the sum that is measured
-
-    @property
-    def measured(self) -> bool:
-        """Does it count in the norm?"""
-        return self.shard.index not in self.server.job.buffer_shards
-
-    @property
-    def loss_scale(self) -> float:
-        """What the losses of the step are multiplied by."""
-        return scale_of(self.master) if self.shard.index == self.server.job.scale_shard else 0.0
-
-    def keep(self, version: int, oldest: int, pinned: int = -1) -> None:
-        """The master is this version now."""
-        self.wire[version] = self.master
-        self.wire = {v: content for v, content in self.wire.items() if v >= oldest or v == pinned}
-        self._holds(version)
-
-    def _holds(self, version: int) -> None:
-        server = self.server
-        server.world.note("holds", server.node.name, self.shard.index, version, server.shell.fence.number)
-
-    def install(self, payload: NamedBuffer, version: int = 0, nbytes: int = 0) -> None:
-        """The first version."""
-        job, index = self.server.job, self.shard.index
-        right = nbytes == (0 if index in job.table_shards else NBYTES) or job.averages(index)
-        assert right, f"a first version of {nbytes} bytes"
-        content = job.first(index) if index in job.table_shards else payload.content
-        payload.release()
-        self.master = State(content) if job.averages(index) else content
-        self.keep(version, version)
-
-    def take(self, payload: NamedBuffer, weight: float, base: int | None = None, at: int = 0) -> None:
-        """A contribution becomes a part of the sum."""
-        assert at not in self.parts, f"{self.server.node.name}: shard {self.shard.index}: part {at} is there"
-        payload.content = server_checks.decoded(self.server, self.shard.index, payload.content)
-        self.parts[at] = payload
-
-    def merge(self, left: int, right: int) -> None:
-        """Two parts become one."""
-        part = self.parts[left]
-        part.content = self.server.job.add(part.content, self.parts[right].content)
-        self.discard(right)
-
-    def discard(self, at: int) -> None:
-        """Drop a part."""
-        self.parts.pop(at).release()
-
-    def add(self, payload: NamedBuffer, weight: float, base: int | None = None) -> None:
-        """A contribution joins the only part."""
-        content = server_checks.decoded(self.server, self.shard.index, payload.content)
-        self.parts[0].content = self.server.job.add(self.parts[0].content, content)
-        payload.release()
-
-    def mean(self, total_weight: float) -> None:
-        """The sum, divided."""
-        self.parts[0].content = self.server.job.mean(self.parts[0].content, total_weight)
-
-    def norms(self) -> tuple[float, ...]:
-        """The norm of the finished sum; not finite if a value is not."""
-        norm, at = self._looked
-        return (norm if at < 0 else math.inf,)
-
-    def first_not_finite(self) -> int:
-        """The first word that is not finite."""
-        return self._looked[1]
-
-    @property
-    def _looked(self) -> tuple[float, int]:
-        return self.server.job.look(self.shard.index, self.step, self.parts[0].content)
-
-    def apply(self, update: Apply) -> tuple[Any, int] | None:
-        """Make the next version."""
-        job, index = self.server.job, self.shard.index
-        server_checks.check_applied(self.server, index, update)
-        part = self.parts.pop(0, None)
-        if index == job.scale_shard:
-            self.master = scale_after(self.master, skipped=update.scale is None)
-        elif update.scale is not None:
-            part.content = job.scaled(part.content, update.scale)
-            new = Mean(part.content) if job.averages(index) else None
-            self.master = new or job.update(self.master, part.content, update.version - 1, update.reductions)
-        elif job.averages(index):
-            self.master = Mean(None)
-        self.keep(update.version, update.oldest, update.pinned)
-        if update.replicate:
-            return part, NBYTES
-        if part is not None:
-            part.release()
-        return None
-
-    def abandon(self) -> None:
-        """Discard the sum in progress."""
-        for at in list(self.parts):
-            self.discard(at)
-
-    release = abandon
-
-    def keeps(self, version: int) -> bool:
-        """Can that version be sent?"""
-        return version in self.wire
-
-    def raw(self, version: int) -> tuple[int, Any, int]:
-        """A kept version: of a table nothing."""
-        nbytes = 0 if self.shard.index in self.server.job.table_shards else NBYTES
-        return 0, NamedBuffer(self.wire[version]), nbytes
-
-    encoded = raw
-
-    def named(self, header: Header) -> Header:
-        """As it is, or as a whole state: else a content says itself what it is."""
-        return header._replace(kind=Kind.STATE) if isinstance(self.wire.get(header.step), State) else header
-
-    def digest(self, before: bytes) -> bytes:
-        """Of the parameters."""
-        return hash(self.master).to_bytes(8, "little", signed=True)
-
-    def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
-        """The whole state; without `wires` for a snapshot."""
-        stored = self.wire[version] if self.shard.index in self.server.job.buffer_shards and not wires else self.master
-        name = self.server.world.tokens.bytes_of((stored, dict(self.wire) if wires else None))
-        return ShardRecord(self.shard.index, version, {"master": np.frombuffer(name, np.uint8)}, {}, tuple(clocks))
-
-    def load(self, record: ShardRecord) -> None:
-        """Replace the state."""
-        content, wires = self.server.world.tokens.of(record.arrays["master"])
-        self.master, self.wire = content, dict(wires or ())
-        if wires is not None:
-            server_checks.note_taken(self.server, "copy", self.shard.index, record.version)
-            for version in sorted(wires):
-                self._holds(version)
-        else:
-            self.master = State(content) if self.server.job.averages(self.shard.index) else content
-            self.keep(record.version, record.version)
 
 
 class NothingMore(LinkError):
@@ -377,7 +217,6 @@ class WireChannel:
             self._gone()
 
     def receive_header(self) -> Header:
-        """The header of the frame that has come; NothingMore after that."""
         if self._frame is None:
             raise NothingMore
         (header, self._content), self._frame = self._frame, None
@@ -389,14 +228,12 @@ class WireChannel:
 
     @property
     def view(self) -> ViewNumber:
-        """Of the frame that was received last."""
         return self._header.view
 
     def receive_bytes(self, header: Header) -> bytearray:
-        """Its payload."""
         if header.kind is Kind.PULL_ROWS:
             self.asked[header.shard, header.base] = self._content
-            return bytearray(self._content if isinstance(self._content, memoryview) else b"")
+            return bytearray(self._content)
         if self._content is None or isinstance(self._content, bytes | memoryview):
             return bytearray(self._content or b"")
         data = bytearray(NBYTES)
@@ -419,7 +256,6 @@ class WireChannel:
         self, header: Header, payload: Any = None, sent: Call | None = None, *, place: Hashable = None,
         rank: object = (), urgent: bool = False, left: Call | None = None,
     ) -> None:  # fmt: skip
-        """Put a frame on the wire."""
         if header.kind is Kind.CREDIT:
             self.owed -= header.replica
             assert self.owed >= 0, f"{self.name} gets a credit too many"
@@ -474,17 +310,14 @@ class SimulatedDialer:
         self._closed, self._lost_at = False, transport.node.world.now
 
     def start(self) -> None:
-        """Begin to connect."""
         if not self._closed:
             hello = (self._of.role, self._node.name, self._calls.view())
             self._node.world.connect(self._node, self.peer.address, hello, self._up, self._failed)
 
     def unreachable(self) -> float:
-        """Seconds for which the peer could not be reached; 0.0 while it can."""
         return 0.0 if self._wire is not None else self._node.world.now - self._lost_at
 
     def close(self) -> None:
-        """End the link: nothing of it is heard any more."""
         self._closed = True
         if self._wire is not None:
             self._wire.close(0)

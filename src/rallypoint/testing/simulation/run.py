@@ -15,7 +15,7 @@ from rallypoint.core.view import View
 from rallypoint.server.job import ServerJob
 from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
-from rallypoint.testing.simulation.keys import LEFT, KeyedJob, KeyedWorker
+from rallypoint.testing.simulation.keys import LEFT, KeyedWorker
 from rallypoint.testing.simulation.member import COORDINATOR, SimulatedOrders
 from rallypoint.testing.simulation.network import Node, Noted, World
 from rallypoint.testing.simulation.operating import history, server_checks
@@ -116,22 +116,19 @@ class Simulation:
             began.check(journal, self.coordinator.machine)
 
     def start_server(self) -> None:
-        """One more server."""
         name = self._name("server")
         self.servers[name] = SimulatedServer(self.world, name, self.plan.job, self.store)
         if self.plan.terms.measure_links:
             self.servers[name].update_beside()
 
     def start_aggregator(self) -> None:
-        """One more aggregator."""
         name = self._name("aggregator")
         self.aggregators[name] = SimulatedAggregator(self.world, name, self.plan.job)
 
     def start_worker(self) -> None:
-        """One more worker."""
         name = self._name("worker")
         speed, job = self.world.random.choice([1.0, 1.0, 0.4]), self.plan.job
-        if isinstance(job, KeyedJob):
+        if job.keys:
             self.workers[name] = KeyedWorker(self.world, name, job, speed)
             return
         self.workers[name] = worker = SimulatedWorker(self.world, name, job, self.store, speed, self.plan.hesitate_s)
@@ -265,7 +262,7 @@ class Simulation:
                 return
             view = self.coordinator.machine.view if self.coordinator is not None else None
             self.plan = _ended_earlier(self.plan, self.plan.job.stop, view)
-        if isinstance(self.plan.job, KeyedJob) and LEFT in self.outcome.aborted:
+        if self.plan.job.keys and LEFT in self.outcome.aborted:
             return  # nobody can make its pushes again
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
         assert self.outcome.finished, stuck(self)

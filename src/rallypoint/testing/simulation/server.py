@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rallypoint.core.protocol import Leaving, NewView
+from rallypoint.core.protocol import Disproved, Leaving, Message, NewView
 from rallypoint.core.shard.clip import StepVerdict
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.view import ViewNumber
@@ -19,18 +19,10 @@ from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.server import inbox
 from rallypoint.server.service import LEAVING_EVERY_S, Peers, ServerService
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.names import (
-    TOKEN,
-    NamedIntake,
-    NamedPool,
-    NamedShard,
-    PlayedMember,
-    WireChannel,
-    named_job,
-)
+from rallypoint.testing.simulation.names import TOKEN, NamedIntake, NamedPool, PlayedMember, WireChannel, named_job
 from rallypoint.testing.simulation.network import Node, Wire, World, watch
 from rallypoint.testing.simulation.operating import server_checks
-from rallypoint.testing.simulation.shards import NamedShards, RealShard
+from rallypoint.testing.simulation.shards import NamedShard, NamedShards
 from rallypoint.testing.simulation.store import PlayedRestores, PlayedWriter, SimulatedStore
 
 FOLD_S = 0.002  # until a server with an empty inbox applies what it has gathered
@@ -52,9 +44,8 @@ class ServedChannel(WireChannel):
             return self._server.job.sent(header.shard, content)
         if header.kind is Kind.ROWS and not header.flags & SKIP:
             asked = self.asked[header.shard, header.base]
-            for_what = (0, -1) if isinstance(asked, memoryview) else asked
-            server_checks.check_rows(self._server, header.shard, header.step, content, *for_what)
-            if header.shard in self._server.job.table_shards and for_what is not asked and not len(asked):
+            server_checks.check_rows(self._server, header.shard, header.step, content, *getattr(asked, "of", (0, -1)))
+            if header.shard in self._server.job.table_shards and not len(asked):
                 return None  # a store asks how far a shard is
         return content
 
@@ -199,6 +190,10 @@ class SimulatedServer(PlayedMember, ServerService):
             work()
         self._rest()
 
+    def say(self, message: Message) -> None:
+        assert not isinstance(message, Disproved), f"{self.node.name}: a backup has other bytes: {message}"
+        super().say(message)
+
     def not_finite(self, verdict: StepVerdict, *, alone: bool) -> None:
         if verdict.stops:
             super().not_finite(verdict, alone=alone)
@@ -255,9 +250,8 @@ class SimulatedServer(PlayedMember, ServerService):
         buffers = cast(NamedPool, self._job.pool).held
         unused = buffers - parts - len(arrived)
         assert 0 <= unused <= self.node.sending, f"{self.node.name}: {unused} buffers are held that nobody uses"
-        real = cast(NamedShards, self.reducer._parts.factory).pool
-        held = sum(shard.buffers for shard in self.held.values() if isinstance(shard, RealShard))
-        left = real.made - len(real.free) - held
+        factory = cast(NamedShards, self.reducer._parts.factory)
+        left = factory.held - sum(shard.buffers for shard in self.held.values())
         assert 0 <= left <= self.node.sending, f"{self.node.name}: {left} buffers with floats are held that nobody uses"
         for channel in self.channels:
             if channel.wire.open:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
-from rallypoint.codec.base import encode_gradient
+from rallypoint.codec.base import encode_gradient, encode_ids
 from rallypoint.core import protocol
 from rallypoint.core.protocol import NotStored
 from rallypoint.core.view import ViewNumber
@@ -25,6 +25,7 @@ from rallypoint.testing.simulation.network import Node, PlayedThread, World
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas
 from rallypoint.testing.simulation.replicas.evaluations import SimulatedEvaluations
+from rallypoint.testing.simulation.replicas.floats import ROWS
 from rallypoint.testing.simulation.replicas.forward import SimulatedForward
 from rallypoint.testing.simulation.replicas.inner import InnerOptimizers
 from rallypoint.testing.simulation.replicas.script import Script
@@ -32,11 +33,10 @@ from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.worker.exchange.locked import Rewound
 
 
-class _Asks(tuple[int, int]):
-    """The step and the replica that rows are for, in place of their numbers."""
+class _Asked(bytes):
+    """The numbers of rows, and (`of`) the step and the replica that they are for."""
 
-    def __len__(self) -> int:
-        return 0
+    of: tuple[int, int]
 
 
 class SimulatedWorker:
@@ -249,9 +249,8 @@ class SimulatedWorker:
     def _passes(self, step: int, replica: int, generation: ViewNumber) -> None:
         early = self.exchange.forward.begin(step, replica)
         ahead = self._replicas.begin(step, replica, generation)
-        asks: Any = _Asks((self.machine.step, replica))
-        wanted = self.job.looked_up(step, replica)
-        rows = self.exchange.rows.pull(dict.fromkeys(wanted, (asks, NBYTES))) if wanted else {}
+        wanted = {shard: self._asked(ids, replica) for shard, ids in self.job.looked_up(step, replica).items()}
+        rows = self.exchange.rows.pull(wanted) if wanted else {}
         if early:
             self._forward.run(self.model)
         if ahead:
@@ -266,6 +265,11 @@ class SimulatedWorker:
         self.exchange.check()
         self._replicas.made(step, replica, self.model)
         self.exchange.replica.computed()
+
+    def _asked(self, ids: list[int], replica: int) -> Any:
+        asked = _Asked(encode_ids(torch.tensor(ids, device="cpu")))
+        asked.of = self.machine.step, replica
+        return asked, NBYTES
 
     def _fill(self, shard: int, step: int, replica: int, rows: dict[int, bytearray]) -> None:
         claimed = self.exchange.replica.claim(shard)
@@ -282,9 +286,9 @@ class SimulatedWorker:
         content = self._replicas.contribution(shard, step, replica, seen)
         _, whole = self.job.flags(shard, self.job.cadence.updates_before(shard, step), replica)
         if shard in tables:
-            values = torch.frombuffer(payload_of(self._tokens, content), dtype=torch.float32).view(1, -1)
-            values[0, -1] = 0.0 if whole else torch.nan
-            place = torch.zeros(1, dtype=torch.int64, device="cpu")
+            values = torch.frombuffer(payload_of(self._tokens, content), dtype=torch.float32).view(ROWS, -1)
+            values[-1, -1] = 0.0 if whole else torch.nan
+            place = torch.arange(ROWS, device="cpu")
             self.exchange.replica.filled_rows(shard, encode_gradient(place, values))
         else:
             self.exchange.write(shard, content, whole=whole)

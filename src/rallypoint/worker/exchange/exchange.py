@@ -314,6 +314,7 @@ class Exchange:
         updates: the newest update in what was installed last: 0 if that is the first weights.
         viewed: is called with each view, on the thread of the coordinator's link.
         reaching: says which version this worker holds, if a view asks for it.
+        gone: told to leave, it does so: no replica was assigned to it. A view that comes later changes nothing.
         had_version: the model has held a version; also while a roll-back has made that stale.
     """
 
@@ -350,6 +351,7 @@ class Exchange:
         self.viewed: Callable[[View], None] = lambda view: None
         self.updates = 0
         self._closed = False  # guarded by `_adopting`
+        self.gone = False
         self._evaluating = self.had_version = False
         self._encoder = encoder or Encoder(layout, config, narrow=narrow)
         self._links = Links(context, config, lambda: shell.number)
@@ -386,6 +388,8 @@ class Exchange:
                 return  # a newer view was installed first
             self._links.end(ended)
             with self._locked.changed:
+                if self.gone:
+                    return
                 before = self._shell.machine.view
                 effects = self._locked.settle(self._shell.adopt(view, ended))
                 rolled_back = before is not None and before.generation != view.generation
@@ -461,11 +465,6 @@ class Exchange:
         with self._locked.changed:
             return self._shell.machine.next_action() is None
 
-    @property
-    def gone(self) -> bool:
-        """True when this worker was told to leave and no replica is assigned to it any more."""
-        return self._shell.gone
-
     def beat(self) -> Beat:
         """What the next heartbeat says of this worker. Any thread may call it."""
         self._locked.activity += self._evaluating or self.own_loop.busy
@@ -498,6 +497,7 @@ class Exchange:
                 if shell.over or shell.next_action() is not None:
                     break
             if shell.over:
+                self.gone = shell.gone
                 return None
             action = shell.choose()
             locked.progress.given(action, ends_round=isinstance(action, machine.Install))

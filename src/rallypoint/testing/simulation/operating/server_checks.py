@@ -53,6 +53,11 @@ def note_taken(server: SimulatedServer, kind: str, shard: int = -1, version: int
     server.world.note(what, server.node.name, shard, version, now, came.name, (kind, came.view))
 
 
+def note_held(server: SimulatedServer, shard: int, version: int) -> None:
+    """A shard holds that version now."""
+    server.world.note("holds", server.node.name, shard, version, server.shell.fence.number)
+
+
 def note_sent(server: SimulatedServer, header: Header, to: str, content: Any) -> None:
     """A version becomes visible."""
     index, machines = header.shard, server.machine

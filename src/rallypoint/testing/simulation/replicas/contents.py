@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rallypoint.core.cadence import Cadence
-from rallypoint.core.layout import Layout, Shard, TablePart, TensorSpec, carried_by
-from rallypoint.core.optimizer import LossScaling
+from rallypoint.core.layout import Entry, Layout, Shard, TablePart, TensorSpec, carried_by
+from rallypoint.core.optimizer import ENTRY, LossScaling
 from rallypoint.core.view import ViewNumber
+from rallypoint.testing.simulation.replicas.floats import COLUMNS, ROWS
 
-Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
+Content = Any  # an int; where no bytes are promised the set of the contributions that made it
 GARBAGE: Content = -1
+
+
+class NamedSet(frozenset[Any]):
+    """What was contributed to something; its floats follow from its name (from how it was made)."""
+
+    name: int
+
+    def __new__(cls, of: Iterable[Any] = (), name: int = 0) -> NamedSet:
+        made = super().__new__(cls, of)
+        made.name = name
+        return made
+
+
+def name_of(content: Content) -> int:
+    """The name by which floats are known; 0 is that of nothing, which a backup gets of a step that is skipped."""
+    return content.name if isinstance(content, NamedSet) else int(content or 0)
 
 
 @dataclass(frozen=True)
@@ -149,23 +166,29 @@ class AuditedJob:
 
 
 def layout_of(
-    count: int, buffers: Collection[int], tables: Sequence[int], groups: Sequence[int], carried: int = 0
-) -> Layout:
+    count: int, buffers: Collection[int], tables: Sequence[int], groups: Sequence[int], carried: int = 0,
+    scale: int = -1,
+) -> Layout:  # fmt: skip
     """Return a layout of `count` shards of 16 words, those of parameters in these optimizer groups, one after another.
 
     `buffers` and `tables` are shards: buffers, and the parts of a table. The last of them are what so many replicas
-    carry, a shard each.
+    carry, a shard each. One has the loss `scale`.
     """
     of = [-1 if i in buffers else groups[i % len(groups)] for i in range(count)]
     for replica in range(carried):
         of[count - carried + replica] = carried_by(replica)
-    parts = {i: TablePart(0, part, len(tables), 1) for part, i in enumerate(tables)}
+    parts = {i: TablePart(0, part, len(tables), ROWS) for part, i in enumerate(tables)}
     shards = tuple(
-        Shard(i, group, 16 * i, 16 * i + 16) if i not in parts else Shard(i, group, 0, 0, 16, parts[i])
+        Shard(i, group, 16 * i, 16 * i + 16) if i not in parts else Shard(i, group, 0, 0, COLUMNS, parts[i])
         for i, group in enumerate(of)
     )
-    specs = (TensorSpec("table", (len(tables), 16), "float32", 0),) if tables else ()
-    return Layout((), shards, 16 * count, "simulated", specs)
+    specs = (TensorSpec("table", (ROWS * len(tables), COLUMNS), "float32", 0),) if tables else ()
+    named = {i: (f"buffer {i}", 16) for i in buffers} | {scale: (ENTRY, 2)}
+    entries = tuple(
+        Entry(TensorSpec(name, (words,), "float32", of[i]), 16 * i, 16 * i + 16)
+        for i, (name, words) in sorted(named.items()) if i >= 0
+    )  # fmt: skip
+    return Layout(entries, shards, 16 * count, "simulated", specs)
 
 
 # ---- the loss scale of a job with fp16: a shard of its own, the last one of the buffers, as a number ----
@@ -179,6 +202,11 @@ FIRST_SCALE = _APART * (10 - _LOWEST)
 def scale_of(content: int) -> float:
     """What the losses of a step are multiplied by, when this is the content of the scale's shard."""
     return math.ldexp(1.0, content // _APART + _LOWEST)
+
+
+def scale_words(content: int) -> list[float]:
+    """What a server has in memory for it."""
+    return [scale_of(content), float(content % _APART)]
 
 
 def scale_after(content: int, *, skipped: bool) -> int:

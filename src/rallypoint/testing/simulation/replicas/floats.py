@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,9 +10,10 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.core.shard.effects import Apply
-from rallypoint.optim import ShardOptimizer
+from rallypoint.optim import RowsOptimizer, ShardOptimizer
 
 WORDS = 16  # of a shard
+ROWS, COLUMNS = 4, 4  # of a part of a table
 
 
 @dataclass
@@ -21,13 +23,31 @@ class Floats:
 
     _known: dict[int, torch.Tensor] = field(default_factory=dict)
     _moments: dict[int, tuple[dict[str, torch.Tensor], dict[str, float]]] = field(default_factory=dict)
+    _rows: dict[int, int] = field(default_factory=dict)  # of a table: a gradient's rows, as bits; those of the last one
+    _optimizers: dict[tuple[int, bool], ShardOptimizer | RowsOptimizer] = field(default_factory=dict)
 
     def of(self, name: int) -> torch.Tensor:
         """The floats, which nobody may change."""
         if name not in self._known:
             made = np.random.default_rng(abs(name)).standard_normal(WORDS, dtype=np.float32)
+            made.reshape(ROWS, -1)[[row for row in range(ROWS) if not self._rows.get(name, -1) >> row & 1]] = 0.0
             self._known[name] = torch.from_numpy(made)
         return self._known[name]
+
+    def sparse(self, name: int) -> int:
+        """`name` is a contribution to a part of a table: it has some of its rows, or none."""
+        self._rows[name] = name % (1 << ROWS)
+        return name
+
+    def rows(self, name: int) -> torch.Tensor:
+        """The rows of a gradient, or those that the last update of this version has changed: int64, ascending."""
+        found = [row for row in range(ROWS) if self._rows.get(name, 0) >> row & 1]
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
+
+    def begins(self, name: int, values: Sequence[float]) -> None:
+        """`name` is these, and zeros behind them."""
+        if name not in self._known:
+            self._known[name] = torch.tensor([*values, *[0.0] * (WORDS - len(values))], device="cpu")
 
     def moments(self, name: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """What the optimizer has beside these parameters: see `ShardOptimizer.state`."""
@@ -35,26 +55,38 @@ class Floats:
 
     def sum(self, name: int, left: int, right: int) -> int:
         """`name` is a node of the tree."""
+        if name not in self._known and left in self._rows:
+            self._rows[name] = self._rows[left] | self._rows[right]
         self._known.setdefault(name, self.of(left) + self.of(right))
         return name
 
     def mean(self, name: int, total: int, weight: float) -> int:
         """`name` is the mean of contributions of this weight."""
-        self._known.setdefault(name, self.of(total) * (1.0 / weight))
+        self.scaled(name, total, 1.0 / weight)
         return name
 
     def scaled(self, name: int, finished: int, scale: float) -> None:
         """`name` is a gradient that was clipped, or (1.0) a copy."""
+        if finished in self._rows:
+            self._rows[name] = self._rows[finished]
         self._known.setdefault(name, self.of(finished) * scale)
 
     def updated(self, name: int, master: int, finished: int, update: Apply, config: JobConfig, group: int) -> None:
         """`name` is what the optimizer makes of `master` with this gradient."""
         if name in self._known:
             return
-        optimizer = ShardOptimizer(config, group, WORDS)
-        optimizer.master.copy_(self.of(master))
+        sparse, values = finished in self._rows, self.of(finished).clone()
+        if (group, sparse) not in self._optimizers:
+            made = RowsOptimizer(config, group, ROWS, COLUMNS) if sparse else ShardOptimizer(config, group, WORDS)
+            self._optimizers[group, sparse] = made
+        optimizer = self._optimizers[group, sparse]
+        optimizer.master.view(-1).copy_(self.of(master))
         optimizer.load(*self.moments(master))
-        optimizer.apply(self.of(finished).clone(), update.step, update.rate, update.reductions)
+        if isinstance(optimizer, RowsOptimizer):
+            self._rows[name], changed = self._rows[finished], self.rows(finished)
+            optimizer.apply(changed, values.view(ROWS, COLUMNS)[changed], update.step, update.rate)
+        else:
+            optimizer.apply(values, update.step, update.rate, update.reductions)
         moments, numbers = optimizer.state()
-        self._known[name] = optimizer.master
-        self._moments[name] = {key: of.clone() for key, of in moments.items()}, numbers
+        self._known[name] = optimizer.master.view(-1).clone()
+        self._moments[name] = {key: of.reshape(-1).clone() for key, of in moments.items()}, numbers
