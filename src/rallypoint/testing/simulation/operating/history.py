@@ -129,10 +129,10 @@ class _Checked:
         """Who publishes after another one has all that a worker has seen (I4)."""
         key, seen = (generation, entry.shard), self._seen.get((generation, entry.shard), -1)
         leads, begun, _ = self._leads.get(key, ("", ViewNumber(), -1))
-        if leads == entry.who or entry.number < begun:
+        if entry.number < begun:
             return ""
         self._leads[key] = entry.who, entry.number, newest
-        if newest >= seen:
+        if leads == entry.who or newest >= seen:
             return ""
         return f"takes shard {entry.shard} over at version {newest}, and version {seen} was visible"
 
