@@ -318,13 +318,15 @@ class WorkerShell:
         self._view = view
         self.route.adopt(view)
         effects += self.route.only_on_it(self.machine.handle(slots.Viewed(self.route.seen(view))), self.machine.step)
+        keeps, sent = self.machine.keeps, [*self.snapshots.sent.items()]  # servers may have refused others' copies
+        self.snapshots.sent = {key: way for key, way in sent if key[1] in keeps}
         if before is not None and before.generation != view.generation:
             self.states.rolled_back()
             self.snapshots.rolled_back()
         # A worker that was given up and came back returns all of its codec states: another worker may have newer ones.
         back = before is not None and _came_back(self.machine.me, before, view)
         self.leased.adopt(view, back=back)
-        return [*effects, *self._keep_only(frozenset() if back else self.machine.keeps)]
+        return [*effects, *self._keep_only(frozenset() if back else keeps)]
 
     def link_up(self, server: str) -> list[slots.Effect]:
         """The link to `server` is up (again). Returns the effects to run."""
