@@ -15,6 +15,7 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.protocol import Hello, Pause, SnapshotWanted
 from rallypoint.core.worker.handover import CodecStateCustody, Paths
+from rallypoint.net.frames import Header
 from rallypoint.server.snapshots import StateRelay
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.job import SimulatedJob
@@ -152,6 +153,37 @@ def test_a_paused_job_is_stored_with_its_codec_states_and_goes_on_with_the_same_
     simulation.run()
     assert simulation._resuming._snapshot is not None, "there was none to go on from"
     assert any(ahead) == (late_s > 0)
+
+
+def test_a_copy_that_was_sent_in_a_pause_is_not_sent_again_and_kept_with_the_next_contribution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server kept all codec states of the job, for a snapshot that was complete. So it did those of the last version,
+    which are not stored."""
+    job = SimulatedJob(replicas=4, codec=TopK(), compute_s=0.05)
+    came, relays = list[tuple[int, ...]](), set[StateRelay]()
+    terms = Terms(workers_start=2, workers_max=2, servers=2, snapshots=True, heartbeat=30.0)
+    simulation = Simulation(Plan(0, job, terms, 2, 2, ()))
+    world, copied = simulation.world, StateRelay.copied
+
+    def count(self: StateRelay, header: Header, data: memoryview) -> None:
+        came.append((header.shard, header.replica, header.step + 1))
+        relays.add(self)
+        copied(self, header, data)
+
+    def pause_and_store() -> None:
+        hello = Hello("observer", "another", "host", "", 0)
+        Given(Node(world, "operator"), Pause(), lambda *_: world.connect(
+            Node(world, "another"), COORDINATOR, hello, lambda wire: wire.send(0, SnapshotWanted()), id
+        ))  # fmt: skip
+
+    monkeypatch.setattr(StateRelay, "copied", count)
+    world.at(0.8, pause_and_store)
+    world.at(3.0, lambda: Given(Node(world, "operator"), Pause(on=False), lambda *_: None))
+    simulation.run()
+    assert len(came) == len(set(came)) > 0
+    assert len({version for *_, version in came}) == 1
+    assert [len(relay._copies) for relay in relays] == [0, 0]
 
 
 @pytest.mark.slow

@@ -666,6 +666,28 @@ def test_a_copy_of_a_codec_state_carries_the_view_in_which_its_contribution_was_
     assert [frame.view for frame in frames] == [send.view]
 
 
+def test_copies_are_sent_once_on_a_connection_and_again_if_the_replica_went_and_came_back(
+    with_codec_states: tuple[Exchange, list[Header]],
+) -> None:
+    """What it sent before may have come to a server that took nothing of that replica from it any more."""
+    exchange, frames = with_codec_states
+    _publish(exchange, 1)
+    _install(exchange, 1)
+    exchange.capture(machine.Store("a snapshot", 1, ("s",)))
+    copies, number = exchange._locked.effects.run, exchange.view.number
+
+    def contribute() -> list[tuple[int, int]]:
+        frames.clear()
+        copies([machine.Send(shard, 1, 0, "s", 1, number) for shard in range(3)])
+        return [(frame.shard, frame.base) for frame in frames]
+
+    assert contribute() == [(0, 1), (1, 1), (2, 1)]
+    assert contribute() == []
+    exchange.adopt(_view(2, {"x": (0, 1)}))
+    exchange.adopt(_view(3, {"w": (0,), "x": (1,)}))
+    assert [shard for shard, _ in contribute()] == [0, 1, 2]
+
+
 def test_a_raw_shard_is_sent_without_a_look_at_the_encoder(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:

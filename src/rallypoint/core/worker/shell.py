@@ -14,7 +14,7 @@ Adopt a view in three steps, because links have to end before the machine gets t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -33,13 +33,13 @@ class WorkerSnapshots:
 
     Attributes:
         version: that of the snapshot that needs codec states; 0: none.
-        sent: the connection on which each codec state's copy was sent; None: it goes with a contribution.
+        sent: the server and the number of the connection to which each codec state's copy was sent last.
     """
 
     version = 0
 
     def __init__(self) -> None:
-        self.sent: dict[Key, tuple[str, int] | None] = {}
+        self.sent: dict[Key, tuple[str, int]] = {}
 
     def wanted(self, snapshot: slots.Store) -> None:
         """The coordinator asks for this worker's part of `snapshot`."""
@@ -51,8 +51,8 @@ class WorkerSnapshots:
     def begun(self) -> None:
         """The main thread begins to store the share that `due` returned."""
 
-    def copies(self, send: slots.Send) -> bool:
-        """True if the codec state before this contribution belongs to the requested snapshot."""
+    def copies(self, send: slots.Send, connections: Mapping[str, int]) -> bool:
+        """True if the codec state before this contribution belongs to the requested snapshot, and goes with it now."""
         return False
 
     def owed(self, replicas: Iterable[int], paths: Paths, view: ViewNumber) -> list[slots.GiveCopy]:
@@ -83,7 +83,8 @@ class ModelShares(WorkerSnapshots):
 class CodecStateSnapshots(WorkerSnapshots):
     """For codecs with states, those of `shards`: the states of version v are those before the first contribution
     computed from v, or after it and with it. They go with that contribution; or at once, if it was sent already, or is
-    not computed for now (the job is paused). A server that does not get them all gives the snapshot up."""
+    not computed for now (the job is paused). A server that does not get them all gives the snapshot up; of the last
+    version it stores none."""
 
     def __init__(self, machine: WorkerMachine, shards: Collection[int]) -> None:
         super().__init__()
@@ -93,18 +94,19 @@ class CodecStateSnapshots(WorkerSnapshots):
         self.version = snapshot.version
         self.sent.clear()
 
-    def copies(self, send: slots.Send) -> bool:
+    def copies(self, send: slots.Send, connections: Mapping[str, int]) -> bool:
         if not (send.step == self._before(send.shard) > 0 and send.shard in self._shards):
             return False
-        self.sent[send.shard, send.replica] = None
-        return True
+        key, way = (send.shard, send.replica), (send.server, connections.get(send.server, 0))
+        before, self.sent[key] = self.sent.get(key), way
+        return before != way
 
     def owed(self, replicas: Iterable[int], paths: Paths, view: ViewNumber) -> list[slots.GiveCopy]:
         ways = [(shard, self._before(shard), paths.to(shard)) for shard in self._shards]
         return [
             slots.GiveCopy(shard, replica, before, way[0], view)
             for replica in replicas for shard, before, way in ways
-            if before > 0 and way is not None and self.sent.get((shard, replica), ()) not in (None, way)
+            if before > 0 and way is not None and self.sent.get((shard, replica)) != way
         ]  # fmt: skip
 
     def _before(self, shard: int) -> int:
@@ -113,9 +115,6 @@ class CodecStateSnapshots(WorkerSnapshots):
     def rolled_back(self) -> None:
         self.version = 0
         self.sent.clear()
-
-
-_LONGEST_REST = 64  # steps
 
 
 class LinkTable:
@@ -226,7 +225,7 @@ class Route:
         self.through = ""
         if broken:
             self._losses += 1
-            self._rest = min(1 << self._losses, _LONGEST_REST)
+            self._rest = min(1 << self._losses, 64)  # steps
 
     def step_begins(self) -> bool:
         """A step begins. Returns True if it may go through the aggregator, once the link to that is up."""
@@ -319,13 +318,15 @@ class WorkerShell:
         self._view = view
         self.route.adopt(view)
         effects += self.route.only_on_it(self.machine.handle(slots.Viewed(self.route.seen(view))), self.machine.step)
+        keeps, sent = self.machine.keeps, [*self.snapshots.sent.items()]  # servers may have refused others' copies
+        self.snapshots.sent = {key: way for key, way in sent if key[1] in keeps}
         if before is not None and before.generation != view.generation:
             self.states.rolled_back()
             self.snapshots.rolled_back()
         # A worker that was given up and came back returns all of its codec states: another worker may have newer ones.
         back = before is not None and _came_back(self.machine.me, before, view)
         self.leased.adopt(view, back=back)
-        return [*effects, *self._keep_only(frozenset() if back else self.machine.keeps)]
+        return [*effects, *self._keep_only(frozenset() if back else keeps)]
 
     def link_up(self, server: str) -> list[slots.Effect]:
         """The link to `server` is up (again). Returns the effects to run."""
@@ -412,7 +413,7 @@ class WorkerShell:
         self._about = None
         effects = [*self._keep_only(self.machine.keeps), *self.states.prepare(self._awaited(), self.paths)]
         owed = self._owed()
-        self.snapshots.sent |= {(copy.shard, copy.replica): self.paths.to(copy.shard) for copy in owed}
+        self.snapshots.sent |= {(c.shard, c.replica): (c.server, self.links.connections[c.server]) for c in owed}
         return [*effects, *owed]
 
     def _awaited(self) -> int | None:
@@ -424,7 +425,7 @@ class WorkerShell:
         return next((r for r in (action.replica, *others) if not self.states.ready(r)), action.replica)
 
     def _owed(self) -> list[slots.GiveCopy]:
-        if self.machine.step != self.snapshots.version or self.next_action() is not None:
+        if not self.machine.step == self.snapshots.version < self.machine.steps or self.next_action() is not None:
             return []
         ready = [replica for replica in sorted(self.machine.assigned) if self.states.ready(replica)]
         return self.snapshots.owed(ready, self.paths, self.number)

@@ -424,21 +424,22 @@ class LinkEffects:
 
     def run(self, effects: Sequence[slots.Effect]) -> None:
         """Run all other effects, in order, without the lock."""
+        shell = self._shell
         for effect in effects:
             match effect:
                 case slots.Send():
-                    if self._codec_states is not None and self._shell.snapshots.copies(effect):
+                    if self._codec_states is not None and shell.snapshots.copies(effect, shell.links.connections):
                         self._codec_states.copy(effect)
                     self._pushes.push(effect)
                 case slots.Fetch(shard=shard, version=version, server=server):
                     if (link := self._links.get(server)) is not None:
-                        link.fetch(shard, version, self._shell.number)
+                        link.fetch(shard, version, shell.number)
                 case slots.AskNext(shard=shard, replica=replica, server=server):
                     if (link := self._links.get(server)) is not None:
-                        link.want(shard, replica, self._shell.number)
+                        link.want(shard, replica, shell.number)
                 case slots.Follow(server=server, on=on, step=step):
                     if (link := self._links.get(server)) is not None:
-                        link.follow(self._shell.number, on=on, step=step)
+                        link.follow(shell.number, on=on, step=step)
                 case _:
                     raise AssertionError(f"an effect that cannot follow here: {effect}")
 
