@@ -337,6 +337,23 @@ def test_a_sum_that_threads_add_up_has_the_bytes_of_one_thread(settings: dict[st
         assert torch.equal(expected, found)
 
 
+def test_an_owner_that_is_never_idle_adds_up_itself_where_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The senders have their credits back: nothing else would bound the payloads that wait."""
+    monkeypatch.setattr("rallypoint.server.reducer._MOST_WORK", 1)
+    server = _Server(_of_eight())
+    for shard in (0, 1):
+        for replica in range(2):
+            server.send(Kind.PUSH, shard, 1.0, replica)
+    assert [sorted(_sum_of(server, shard)) for shard in (0, 1)] == [[0], [0, 1]]
+    for replica in range(2, 8):
+        server.send(Kind.PUSH, 1, 1.0, replica)
+    assert len(server.later.given) == 1  # which has shard 1
+    for replica in range(2, 6):
+        server.send(Kind.PUSH, 0, 1.0, replica)
+    assert sorted(_sum_of(server, 0)) == [0, 4]
+    assert not server.reducer._effects.adding
+
+
 def test_additions_of_a_shard_that_moves_away_give_their_buffers_back() -> None:
     server = _Server(_of_eight())
     for replica in range(4):

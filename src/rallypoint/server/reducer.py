@@ -74,6 +74,7 @@ class ReducerParts:
     gathering: dict[int, None] = field(default_factory=dict)  # shards whose sum may take more from the inbox
 
 
+_MOST_WORK = 16  # shards whose additions wait, and shards that wait for threads: then the owner works, too
 ForBackup = tuple[Buffer, int] | None  # what an update leaves: see `HeldShard.apply`
 
 
@@ -148,7 +149,7 @@ class ShardEffects:
 
     def _run_on(self, index: int, owned: HeldShard, effect: shard_effects.Effect) -> None:
         match effect:
-            case shard_effects.Take() | shard_effects.Add() if index in self.adding and self._is_much(index, owned):
+            case shard_effects.Take() | shard_effects.Add() if self._is_much(index, owned):
                 self._hand_over(index)
                 self.updating[index].waiting.appendleft(partial(self._run_on, index, owned, effect))
             case shard_effects.Take():
@@ -250,15 +251,19 @@ class ShardEffects:
     # ---- work on one shard: on a thread, or here while the owner is idle ----
 
     def _add(self, index: int, do: Callable[[], None]) -> None:
-        """Do this to the shard's sum: now, or later, if a thread may."""
-        if index in self._beside:
-            self.adding.setdefault(index, []).append(do)
-        else:
+        """Do this to the shard's sum: now, or later, if a thread may. What waits has no credits that bound it."""
+        if index not in self._beside or len(self.updating) >= _MOST_WORK:
+            self.add_up(index)
             self._add_up(index, (do,))
+            return
+        if len(self.adding) >= _MOST_WORK and index not in self.adding:
+            self.add_up()
+        self.adding.setdefault(index, []).append(do)
 
     def _is_much(self, index: int, owned: HeldShard, update: int = 0) -> bool:
-        """Is it worth a thread, together with `update` bytes?"""
-        return index in self._beside and len(self.adding.get(index, ())) * owned.shard.nbytes + update >= self.least
+        """Is what is to be done worth a thread, together with `update` bytes?"""
+        todo = self.adding.get(index, ())
+        return bool(todo or update) and len(todo) * owned.shard.nbytes + update >= self.least
 
     def _hand_over(
         self, index: int, update: Callable[[], ForBackup] = lambda: None,
