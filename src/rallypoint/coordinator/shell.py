@@ -333,6 +333,7 @@ class CoordinatorShell:
                 asked = self._send(self._capture, *writers)
                 return [BeginSnapshot(snapshot), *asked, *self._ask_workers_for_codec_states()]
             case cluster_effects.Commit(snapshot=snapshot, version=version):
+                self._capture = None
                 return [self._commit(snapshot, version)]
             case cluster_effects.FindSnapshot():
                 return [effect]
