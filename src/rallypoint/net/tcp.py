@@ -198,7 +198,7 @@ class TcpConnection:
         port: Port | None = None,
     ) -> None:  # fmt: skip
         self._socket = sock
-        self._peer = peer
+        self.peer = peer
         self._deadline: float | None = None
         self._lock = threading.Lock()
         self._users, self._closed, self._dead = 0, False, False  # `_users`: threads inside `send` and `recv_into`
@@ -207,10 +207,6 @@ class TcpConnection:
         self.local = is_local(sock)
         self._traffic = traffic or Traffic()
         self._flow = self._traffic.opened(peer if dialed else "", lambda: round_trip_of(sock), lambda: pace_of(sock))
-
-    @property
-    def peer(self) -> str:
-        return self._peer
 
     @property
     def offers(self) -> str:
@@ -235,7 +231,7 @@ class TcpConnection:
                 self._flow.sent += sent
                 left = _after(left, sent)
         except (OSError, ValueError) as error:
-            raise LinkError(f"the link to {self._peer} broke while sending: {error}") from None
+            raise LinkError(f"the link to {self.peer} broke while sending: {error}") from None
         finally:
             self._leave()
 
@@ -264,7 +260,7 @@ class TcpConnection:
             raise self._ended()
         except (OSError, ValueError) as error:
             kind = self._kind_of_reset() if isinstance(error, ConnectionResetError) else LinkError
-            raise kind(f"the link to {self._peer} broke while receiving: {error}") from None
+            raise kind(f"the link to {self.peer} broke while receiving: {error}") from None
         finally:
             self._leave()
 
@@ -277,7 +273,7 @@ class TcpConnection:
         try:
             return _readable(self._socket, seconds if self._deadline is None else min(seconds, self._left()))
         except TimeoutError as error:
-            raise LinkError(f"the link to {self._peer} broke while receiving: {error}") from None
+            raise LinkError(f"the link to {self.peer} broke while receiving: {error}") from None
         finally:
             self._leave()
 
@@ -298,7 +294,7 @@ class TcpConnection:
     def _enter(self) -> None:
         with self._lock:
             if self._closed:
-                raise LinkError(f"the link to {self._peer} is closed")
+                raise LinkError(f"the link to {self.peer} is closed")
             self._users += 1
 
     def _leave(self) -> None:
@@ -317,8 +313,8 @@ class TcpConnection:
     def _ended(self) -> LinkError:
         """The stream has ended: say whether the peer closed it. If not, the sending thread got the error."""
         if self._dead or state_of(self._socket)[0] == ENDED:
-            return self._kind_of_reset()(f"the link to {self._peer} broke")
-        return LinkClosed(f"{self._peer} closed the link")
+            return self._kind_of_reset()(f"the link to {self.peer} broke")
+        return LinkClosed(f"{self.peer} closed the link")
 
     def _kind_of_reset(self) -> type[LinkError]:
         return LinkReset if state_of(self._socket)[1] <= _ANSWERED_S else LinkError
@@ -393,18 +389,14 @@ class TcpListener:
         self._lock = threading.Lock()  # of the spare one
         self._lines = Sparingly(burst=1)
         host, port = sock.getsockname()[:2]
-        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-    @property
-    def address(self) -> str:
-        return self._address
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def accept(self) -> TcpConnection:
         while True:
             try:
                 sock, peer = self._accept()
             except OSError as error:
-                raise LinkError(f"no longer listening at {self._address}: {error}") from None
+                raise LinkError(f"no longer listening at {self.address}: {error}") from None
             try:
                 return TcpConnection(sock, f"{peer[0]}:{peer[1]}", self._traffic, port=self._port)
             except OSError:
