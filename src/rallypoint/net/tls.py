@@ -8,11 +8,12 @@ import ssl
 import threading
 from collections.abc import Iterator, Sequence
 
+from cryptography import x509
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, UnprovenPeer
-from rallypoint.net.certificates import ALPN, LoadedFiles, TlsFiles, role_of
+from rallypoint.net.certificates import ALPN, LoadedFiles, TlsFiles, role_of, words_of
 from rallypoint.net.frames import Header, Kind, pack
 from rallypoint.net.handshake import expand, extract
 from rallypoint.net.tcp import TcpConnection, TcpListener, TcpTransport
@@ -329,7 +330,8 @@ class TlsConnection:
         self.certificate = other
         parts = [other, loaded.certificate] if not self._listener else [loaded.certificate, other]
         digests = [hashlib.sha256(part).digest() for part in (*parts, finished)]
-        return Secured(role_of(self._tls.getpeercert()), hashlib.sha256(_LABEL + b"".join(digests)).digest())
+        role = role_of(x509.load_der_x509_certificate(other))
+        return Secured(role, hashlib.sha256(_LABEL + b"".join(digests)).digest())
 
     def _refusal(self, sentence: str) -> AccessDenied | UnprovenPeer:
         return AccessDenied(sentence) if self._listener else UnprovenPeer(sentence)
@@ -347,7 +349,7 @@ class TlsConnection:
             return f"{self.peer} does not accept this member's certificate: {why}; {_RENEW}"
         if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
             return f"{self.peer} has no certificate, and this job needs one: give it --tls"
-        return f"TLS with {self.peer} has failed: {_words(error)}"
+        return f"TLS with {self.peer} has failed: {words_of(error)}"
 
     # ---- its end ----
 
@@ -369,10 +371,6 @@ def _pieces(head: bytes, payload: memoryview | None) -> Iterator[list[memoryview
         yield pieces[:together]
     for piece in pieces[together:]:
         yield [piece]
-
-
-def _words(error: ssl.SSLError) -> str:
-    return (error.reason or str(error)).replace("_", " ").lower()
 
 
 # ---- TLS 1.3 over TCP, as a transport ----
