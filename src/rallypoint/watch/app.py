@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import resource
 import secrets
 import socket
 import struct
@@ -33,6 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rallypoint.core.typed import Name
 from rallypoint.errors import RallypointError, UsageError
+from rallypoint.observe.usage import most_files
 from rallypoint.watch.follow import Follower
 from rallypoint.watch.state import RunState, Series, differing
 
@@ -388,7 +388,7 @@ class Visitors:
 
     def __init__(self, most: int = 0) -> None:
         """`most`: 0: MOST, or a quarter of the files that this process may open."""
-        self.most = most or max(4, min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self.most = most or max(4, min(MOST, most_files() // 4))
         self._open: dict[Visitor, None] = {}
 
     def protocol(self) -> type[asyncio.Protocol]:

@@ -12,7 +12,6 @@ import enum
 import itertools
 import os
 import platform
-import resource
 import shutil
 import signal
 import socket
@@ -42,7 +41,7 @@ from rallypoint.net.frames import PROTOCOL, Header, Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import COORDINATOR, Identity, introduce
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.observe.usage import usable_cores
+from rallypoint.observe.usage import most_files, usable_cores
 from rallypoint.store.files import Files
 
 _GPU_S = 20.0  # a driver that does not answer is a finding, not a reason to wait
@@ -103,7 +102,7 @@ def collect() -> MachineFacts:
     return MachineFacts(
         host=socket.gethostname(), rallypoint=_version("rallypoint"), protocol=PROTOCOL,
         python=platform.python_version(), torch=_version("torch"), processor=_processor(), capability=capability,
-        cores=usable_cores(), memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), files=_files(),
+        cores=usable_cores(), memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), files=most_files(),
         threads={name: os.environ[name] for name in _THREADS if name in os.environ}, cubic=_cubic(),
         clock=time.time(), gpus=gpus, gpu_trouble=trouble, cuda=cuda, gpus_seen=seen,
         kernels=_kernels(seen) if capability else "",
@@ -151,11 +150,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _files() -> int:
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1 << 53 if soft == resource.RLIM_INFINITY else soft
 
 
 def _cubic() -> bool:
