@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import logging
 import math
@@ -336,8 +337,6 @@ class CacheEntries:
     @contextlib.contextmanager
     def _locked(self, name: str, timeout: float) -> Iterator[None]:
         """Raises `_HeldEntry` if it takes too long; an error of the body comes through as it is."""
-        import fcntl  # not on every system
-
         with opened(self.folder) as own, own.folder(_LOCKS) as locks:
             descriptor = locks.lock_file(name)
         try:
@@ -366,8 +365,6 @@ class _HeldEntry(Exception):
 
 def _try_to_lock(descriptor: int) -> bool:
     """Lock a file that is open, for this descriptor alone: other threads of the process wait too."""
-    import fcntl
-
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -78,8 +78,6 @@ def leave_connections() -> None:
 
     While a loader process has a copy of them, nobody would see that the worker is dead: they would not close.
     """
-    if not _OPEN.exists():
-        return  # no Linux: processes are not forked by default
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in [int(name) for name in os.listdir(_OPEN)]:
         if _is_tcp(number):
@@ -193,7 +191,7 @@ class ReadAhead:
     What it does not manage costs time and nothing else: whoever needs the bytes reads them as if it were not there.
     """
 
-    def __init__(self, batches: MicroBatches, start: str | None) -> None:
+    def __init__(self, batches: MicroBatches, start: str) -> None:
         """`start`: how the process is started."""
         self._batches, self._start = batches, start
         self._process: BaseProcess | None = None
@@ -302,7 +300,7 @@ class LoaderProcesses:
         self._ready: dict[Place, Loaded] = {}
         self._replicas: tuple[int, ...] = ()
         self._most = max(self._spec.ahead, self._spec.workers)
-        self._pins = self._spec.pin_memory and _can_pin()
+        self._pins = self._spec.pin_memory and torch.accelerator.is_available()
         self._room = min(2 * self._spec.workers, self._most)  # how many may be ready
         self._processes: list[BaseProcess] = []
         self._failure: DataError | None = None
@@ -310,7 +308,7 @@ class LoaderProcesses:
         self._none = True  # there are no processes, or one has died
         self._waited = 0  # so often the main thread had to wait
         self._thread: threading.Thread | None = None
-        self._start = self._spec.start or ("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
+        self._start = self._spec.start or "fork"
         self._ahead = ReadAhead(batches, self._start)  # for the loader's thread, once there is one
 
     def expect(self, round: int, replica: int, replicas: tuple[int, ...]) -> None:
@@ -556,15 +554,9 @@ def _leave_writing(arriving: Any) -> None:
         arriving._worker_result_queue._writer.close()
 
 
-def _can_pin() -> bool:
-    """As torch's DataLoader decides it."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found is not None and found.type != "mps"
-
-
 def _is_dead(process: BaseProcess) -> bool:
     """True if it has ended. Does not reap it: that is for its owner."""
     try:
         return os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except (AttributeError, ChildProcessError):  # macOS; reaped already, or a child of the fork server
+    except ChildProcessError:  # reaped already, or a child of the fork server
         return bool(wait([process.sentinel], timeout=0))
