@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -32,6 +31,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rallypoint import __version__
 from rallypoint.core.protocol import Hello, Welcome
 from rallypoint.core.typed import Count, Name, Seconds, counted, printable
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError, UnprovenPeer
@@ -97,11 +97,11 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def collect() -> MachineFacts:
     """Collect the facts about this machine. It imports torch, which takes seconds."""
-    capability, cuda, seen = _torch()
+    torch, capability, cuda, seen = _torch()
     gpus, trouble = _gpus()
     return MachineFacts(
-        host=socket.gethostname(), rallypoint=_version("rallypoint"), protocol=PROTOCOL,
-        python=platform.python_version(), torch=_version("torch"), processor=_processor(), capability=capability,
+        host=socket.gethostname(), rallypoint=__version__, protocol=PROTOCOL,
+        python=platform.python_version(), torch=torch, processor=_processor(), capability=capability,
         cores=usable_cores(), memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), files=most_files(),
         threads={name: os.environ[name] for name in _THREADS if name in os.environ}, cubic=_cubic(),
         clock=time.time(), gpus=gpus, gpu_trouble=trouble, cuda=cuda, gpus_seen=seen,
@@ -115,20 +115,14 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def _torch() -> tuple[str, str, int]:
-    """What torch says of the processor, of CUDA, and how many GPUs it can use."""
+def _torch() -> tuple[str, str, str, int]:
+    """What torch says of itself, of the processor, of CUDA, and how many GPUs it can use."""
     try:
         import torch
     except ImportError:
-        return "", "", 0
-    return torch.backends.cpu.get_cpu_capability(), torch.version.cuda or "", torch.cuda.device_count()
+        return "", "", "", 0
+    capability, cuda = torch.backends.cpu.get_cpu_capability(), torch.version.cuda or ""
+    return str(torch.__version__), capability, cuda, torch.cuda.device_count()
 
 
 def _kernels(gpus: int) -> str:
