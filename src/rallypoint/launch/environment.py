@@ -89,6 +89,6 @@ def run_script(argv: Sequence[str], extra: Mapping[str, str], stdout: int | None
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT_")}
     sys.stdout.flush()
     try:
-        return subprocess.run(argv, env={**ours, **extra}, stdin=subprocess.DEVNULL, stdout=stdout, check=False).returncode
+        return subprocess.call(argv, env={**ours, **extra}, stdin=subprocess.DEVNULL, stdout=stdout)
     except OSError as error:
         raise UsageError(f"the script cannot be started: {argv[0]}: {error.strerror}") from None
