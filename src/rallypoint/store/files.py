@@ -282,23 +282,20 @@ def patiently(
     an exception from it ends the tries. Damage and a wrong format are raised at once. The last transient error is
     raised as a SnapshotError that says what to do.
     """
-    for delay in DELAYS_S:
+    for delay in (*DELAYS_S, None):
         try:
             return call()
         except Exception as error:  # remote filesystems raise exceptions of any type
-            if not _is_transient(error):
+            if isinstance(error, RallypointError) and not isinstance(error, StoreSilent):
                 raise
+            if delay is None:
+                raise SnapshotError(
+                    f"{sentence_of(error)} ({len(DELAYS_S) + 1} tries, {doing}): when it answers again, go on with "
+                    "`rallypoint resume`"
+                ) from error
             say(f"{doing}: {sentence_of(error)}; trying again in {delay:g} s")
         (pause or time.sleep)(delay)
-    try:
-        return call()
-    except Exception as error:
-        if not _is_transient(error):
-            raise
-        raise SnapshotError(
-            f"{sentence_of(error)} ({len(DELAYS_S) + 1} tries, {doing}): when it answers again, go on with "
-            "`rallypoint resume`"
-        ) from error
+    raise AssertionError("the last try returns or raises")
 
 
 def read_again(call: Callable[[], _T]) -> _T:
@@ -316,10 +313,6 @@ def read_again(call: Callable[[], _T]) -> _T:
             log.warning("a file of a snapshot cannot be read: %s; trying again in %g s", error, pause)
         time.sleep(pause)
     return call()
-
-
-def _is_transient(error: Exception) -> bool:
-    return isinstance(error, StoreSilent) or not isinstance(error, RallypointError)
 
 
 END_PATIENCE_S = 10.0  # seconds that a store may still take when the job is over
