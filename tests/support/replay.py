@@ -19,12 +19,11 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from rallypoint import __version__
 from rallypoint.core.shard.server import On
 from rallypoint.core.view import View
 from rallypoint.errors import RallypointError
 from rallypoint.observe.observed import changing_methods
-from rallypoint.observe.recording import SUFFIX, Beginning, Call, RecordingError, pack, read, unpack
+from rallypoint.observe.recording import SUFFIX, Beginning, Call, RecordingError, pack, read, unpack, version
 
 CALL_S = 5.0  # seconds of processor time for one call; a machine needs milliseconds
 
@@ -165,7 +164,7 @@ def _answer(call: Call) -> str:
 
 
 def _version_note(first: Beginning) -> str:
-    return "" if first.version == __version__ else f" (recorded by version {first.version}, this is {__version__})"
+    return "" if first.version == version() else f" (recorded by version {first.version}, this is {version()})"
 
 
 # ---- the story of one shard: every change with its cause ----

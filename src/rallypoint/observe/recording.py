@@ -26,6 +26,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import Any
@@ -33,7 +34,6 @@ from typing import Any
 import msgspec
 
 import rallypoint.core
-from rallypoint import __version__
 from rallypoint.errors import RallypointError
 from rallypoint.observe.lenient import say
 
@@ -355,7 +355,7 @@ class Recorder:
         self._path(self._part - 2).unlink(missing_ok=True)
         self._path(self._part).parent.mkdir(parents=True, exist_ok=True)
         self._file = io.FileIO(self._path(self._part), "x", opener=lambda path, flags: os.open(path, flags, 0o600))
-        self._write(Beginning(FORMAT, __version__, self.name, self._part, state))
+        self._write(Beginning(FORMAT, version(), self.name, self._part, state))
 
     def _write(self, record: Beginning | Call) -> None:
         assert self._file is not None
@@ -370,6 +370,14 @@ class Recorder:
 
 
 @cache
+def version() -> str:
+    """The installed version of this package."""
+    try:
+        return metadata.version("rallypoint")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def _free_name(folder: Path, wanted: str) -> str:
     """`wanted`, or `wanted` with a number if another machine of this process has that name."""
     name, number = wanted, 1

@@ -31,7 +31,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rallypoint import __version__
 from rallypoint.core.protocol import Hello, Welcome
 from rallypoint.core.typed import Count, Name, Seconds, counted, printable
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError, UnprovenPeer
@@ -41,6 +40,7 @@ from rallypoint.net.frames import PROTOCOL, Header, Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import COORDINATOR, Identity, introduce
 from rallypoint.net.member import CoordinatorLink, Handlers
+from rallypoint.observe.recording import version
 from rallypoint.observe.usage import most_files, usable_cores
 from rallypoint.store.files import Files
 
@@ -100,7 +100,7 @@ def collect() -> MachineFacts:
     torch, capability, cuda, seen = _torch()
     gpus, trouble = _gpus()
     return MachineFacts(
-        host=socket.gethostname(), rallypoint=__version__, protocol=PROTOCOL,
+        host=socket.gethostname(), rallypoint=version(), protocol=PROTOCOL,
         python=platform.python_version(), torch=torch, processor=_processor(), capability=capability,
         cores=usable_cores(), memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), files=most_files(),
         threads={name: os.environ[name] for name in _THREADS if name in os.environ}, cubic=_cubic(),
