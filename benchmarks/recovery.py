@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rallypoint.launch.commands.chaos import Chaos, ChaosFault, MeasuredFault, ledger_of, measure, typical_gap
+from rallypoint.launch.commands.chaos import Chaos, MeasuredFault, ledger_of, measure, typical_gap
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.plan import Launch
 from rallypoint.launch.run import launch
@@ -55,7 +55,7 @@ def kill(what: str, count: int, workers: int, step_seconds: float, console: Cons
             workers=(1, workers), workers_start=workers, standby=1, servers=2, replication=2, folder=str(folder),
             snapshots=str(folder / "snapshots"), snapshot_seconds=10.0,
         )  # fmt: skip
-        driver = Chaos([ChaosFault(f"kill {what}")] * count, steps, seed=1)
+        driver = Chaos([f"kill {what}"] * count, steps, seed=1)
         with (folder.parent / "console.txt").open("w") as log:
             status = launch(plan, RunConsole(Console(file=log, highlight=False)), driver.intervene)
         if status:

@@ -52,8 +52,8 @@ def test_a_stopped_worker_goes_on_although_the_job_is_over_and_nobody_else_is_hi
     shown = SimpleNamespace(state=state, finished=True, failure="", console=Console(file=io.StringIO()))
     plan = Launch(worker=("train",))
     run = cast(ClusterRun, SimpleNamespace(console=shown, failure="", plan=plan, of_role=lambda role: [worker]))
-    driver = chaos.Chaos([chaos.ChaosFault("stop worker"), chaos.ChaosFault("kill worker")], steps=10, seed=0)
-    driver._hit(driver._faults.pop(0), run)
+    driver = chaos.Chaos(["stop worker", "kill worker"], steps=10, seed=0)
+    driver._strike(driver._faults.pop(0), run)
     (stopped,) = driver._stopped
     driver._stopped = [(0.0, stopped[1])]  # its time is over
     driver.intervene(run)

@@ -21,8 +21,8 @@ def log(folder: Path, servers: int) -> None:
     for step in range(20):
         at = 1000.0 + STEP_S * step + (STALL_S if step >= KILLED else 0.0)
         told += [Applied(step, 2, at + LATER_S * server, {}, ViewNumber(1, 1)) for server in range(servers)]
-    entries = ({"type": type(one).__name__, **msgspec.to_builtins(one)} for one in told)
-    (folder / "events.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, entries)))
+    entries = ({"t": 1.0, "type": type(one).__name__, **msgspec.to_builtins(one)} for one in told)
+    (folder / "events.jsonl").write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -38,7 +38,7 @@ def test_a_usual_step_and_a_stall_are_counted_in_steps(servers: int, tmp_path: P
 
 def test_a_step_that_is_made_again_after_a_roll_back_is_another_one(tmp_path: Path) -> None:
     log(tmp_path, 2)
-    again = {"type": "Applied", **msgspec.to_builtins(Applied(3, 2, 1100.0, {}, ViewNumber(1, 5)))}
+    again = {"t": 1.0, "type": "Applied", **msgspec.to_builtins(Applied(3, 2, 1100.0, {}, ViewNumber(1, 5)))}
     with (tmp_path / "events.jsonl").open("ab") as events:
-        events.write(b"\n" + msgspec.json.encode(again))
+        events.write(msgspec.json.encode(again) + b"\n")
     assert len(ledger_of(tmp_path, 20, 320).times) == 21

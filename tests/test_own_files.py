@@ -292,7 +292,7 @@ def test_a_file_past_the_page_cache_is_a_new_one(
     tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the file system has no direct writing, and another user knew the file's name."""
-    monkeypatch.setattr(files, "_DIRECT", os.O_DIRECTORY)  # with O_CREAT this is EINVAL
+    monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY)  # with O_CREAT this is EINVAL
     links(tmp_path, precious, "file")
     buffer = files.new_buffer()
     with files.DirectFile(str(tmp_path / "file"), buffer) as file:

@@ -19,6 +19,7 @@ import os
 import pwd
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -215,6 +216,20 @@ def _followed(path: Path) -> Path:
             raise OSError(errno.ELOOP, "it is a link of another user", str(path))
         path = path.parent / os.readlink(path)
     return path
+
+
+def lock_within(descriptor: int, seconds: float, look: float) -> bool:
+    """Lock a file that is open, for this descriptor alone; look again every `look` seconds. False if it stays held."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(look)
+        else:
+            return True
 
 
 def is_held(path: Path, *, unknown: bool = False) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
-import select
 import signal
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -27,7 +28,7 @@ from rallypoint.data.cache import FilePiece
 from rallypoint.data.dataset import fetch
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.order import Place, places_from
-from rallypoint.data.processes import LoaderProcesses, ReceivedAhead, Upcoming, send_whole
+from rallypoint.data.processes import LoaderProcesses, Position, ReadAhead, Upcoming
 from rallypoint.data.spec import Loader
 from rallypoint.errors import DataError
 
@@ -259,24 +260,29 @@ def test_without_a_cache_and_for_files_of_this_machine_no_process_begins(rows: s
     assert rp.Parquet(rows, cache=rp.Cache(tmp_path / "cache", limit=1000)).fills == 1000
 
 
-def test_a_position_of_many_replicas_comes_whole_or_not_at_all_through_a_pipe_that_is_full() -> None:
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    os.set_blocking(theirs.fileno(), False)
+def test_a_position_of_many_replicas_comes_whole_or_not_at_all_to_a_process_that_does_not_read(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = []
+
+    class Stuck:
+        def __init__(self, *, args: tuple[Any, ...], **_: Any) -> None:
+            ends.append(args[0].dup())
+
+        def start(self) -> None:
+            """It does nothing, and keeps its end."""
+
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: SimpleNamespace(Process=Stuck))
+    ahead = ReadAhead(MicroBatches(data(rows, tmp_path / "cache"), CONFIG, CPU), "fork")
+    ahead.begin()
     sent = [((step, 2, 0), tuple(range(step, step + 5000)), step, False) for step in range(40)]
-    heard, received, lost = list[Any](), ReceivedAhead(), 0
-    assert len(msgspec.msgpack.encode(sent[0])) > select.PIPE_BUF, "it does not fit into one write"
     for position in sent:
-        try:
-            send_whole(theirs, position)
-        except BlockingIOError:
-            lost += 1
-            while ours.poll(0):  # nobody reads while the pipe fills up
-                heard.append(received.after(ours.recv_bytes()))
-    while ours.poll(0):
-        heard.append(received.after(ours.recv_bytes()))
-    ours.close()
-    theirs.close()
-    whole = [one for one in heard if one is not None]
-    assert lost
-    assert len(whole) == len(sent) - lost
-    assert all(one in sent for one in whole)
+        ahead.at(position)
+    ends[0].setblocking(False)
+    heard = list[Any]()
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            heard.append(msgspec.msgpack.decode(ends[0].recv(1 << 20), type=Position))
+    ends[0].close()
+    assert 1 < len(heard) < len(sent)
+    assert heard == sent[: len(heard)]

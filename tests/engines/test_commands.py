@@ -11,9 +11,8 @@ TOKEN = new_token()
 
 def test_a_command_shows_no_token_of_its_environment() -> None:
     env, argv = {"RALLYPOINT_TOKEN": TOKEN}, ("true",)
-    for command in (
-        Command(name="server0", role="server", argv=argv, env=env), RunProcess(1, "server0", "server", argv, env),
-    ):  # fmt: skip
+    server = Command(name="server0", role="server", argv=argv, env=env)
+    for command in (server, RunProcess(1, server)):
         assert TOKEN not in repr(command)
         assert "server0" in repr(command)
         assert "true" in repr(command)

@@ -335,13 +335,13 @@ def test_a_script_can_travel_in_the_manifest(tmp_path: Any) -> None:
         ({"image": ""}, "which image"),
         ({"name": "My_Job"}, "--name My_Job: a name has small letters"),
         ({"name": "a" * 42}, "is too long for the names of its pods: take 1 letters off"),
-        ({"memory": "16 GB"}, "'16 GB' is no quantity"),
+        ({"memory": "16 GB"}, "--memory 16 GB: write 2 or 500m"),
         ({"spot": "spot"}, "write the nodes' label as KEY=VALUE"),
         ({"snapshots": "/data"}, "--snapshots /data: give a URL"),
         ({"bind": "10.0.0.1:4700"}, "--bind has no meaning on Kubernetes"),
-        ({"resume": "step-1"}, "--resume 'step-1': write JOB/SNAPSHOT, as gpt/step-00000120-10003, or URL/SNAPSHOT of"),
+        ({"resume": "step-1"}, "--resume step-1: write JOB/SNAPSHOT, as gpt/step-00000120-10003, or URL/SNAPSHOT of"),
         ({"resume": "step-00000120-10003", "snapshots": "s3://bucket/gpt"}, "write JOB/SNAPSHOT"),
-        ({"resume": "gpt/"}, "--resume 'gpt/': write JOB/SNAPSHOT"),
+        ({"resume": "gpt/"}, "--resume gpt/: write JOB/SNAPSHOT"),
         ({"resume": "s3://bucket/g pt/latest"}, "write JOB/SNAPSHOT"),
         ({"resume": "gpt/step-1\nx: y"}, "write JOB/SNAPSHOT"),
         ({"resume": "../gpt/step-00000120-10003"}, "write JOB/SNAPSHOT"),
@@ -387,7 +387,7 @@ def test_a_secret_s_name_is_checked_before_it_is_printed(name: str, tmp_path: Pa
 
 def test_a_script_that_is_sent_has_a_name_that_a_manifest_can_have(tmp_path: Path) -> None:
     (tmp_path / "my train.py").write_text("pass\n")
-    with pytest.raises(UsageError, match=r"'my train\.py' cannot be the name of a file in a manifest"):
+    with pytest.raises(UsageError, match=r"my train\.py: it cannot be the name of a file in a manifest"):
         rendered(str(tmp_path / "my train.py"), send_script=True)
 
 

@@ -88,7 +88,7 @@ def test_a_resize_that_nobody_announces_ends_though_steps_go_on(job: Job) -> Non
     assert job.sent == [Resize(2, 0)]
 
 
-BROKEN, WHOLE = ask._MemberLink.BROKEN, ask._MemberLink.WHOLE
+BROKEN, WHOLE = False, True
 
 
 @pytest.mark.parametrize("job", [(BROKEN, BROKEN, WHOLE, Snapshotted("step-8", 8, 1_000_000, 0.5))], indirect=True)

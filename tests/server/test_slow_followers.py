@@ -17,13 +17,14 @@ from rallypoint.core.protocol import Hello, NewView, Propose
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
-from rallypoint.net.handshake import COORDINATOR, FIRST_VIEW, introduce, ticket_for
+from rallypoint.net.handshake import COORDINATOR, introduce, ticket_for
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.server.held import newest_is_enough
 from rallypoint.server.reducer import Reducer
 from rallypoint.server.service import ServerService
 from support.beside import PATIENCE_S
 
+FIRST = ViewNumber()
 SHARDS, WORDS, STEPS = 4, 1 << 18, 40
 MODEL = 4 * SHARDS * WORDS  # bytes
 
@@ -58,10 +59,10 @@ class Cluster:
                 pass
             self.view = message.view
 
-    def enter(self, address: str, id: str, view: ViewNumber = FIRST_VIEW) -> Channel:
+    def enter(self, address: str, id: str, view: ViewNumber = FIRST) -> Channel:
         connection = TcpTransport().connect(address, PATIENCE_S)
         hello, known = Hello("worker", id, "here", to=COORDINATOR), b""
-        if view != FIRST_VIEW:
+        if view != FIRST:
             me = self.server._gate.me
             incarnation = next(worker.incarnation for worker in self.view.workers if worker.id == id)
             to, known = ("server", "server0", me.incarnation), ticket_for(me.secret, "worker", id, incarnation)

@@ -437,27 +437,16 @@ class ErrorFeedback:
     stays as it was.
     """
 
+    lossless = False
+    carries_nonfinite = False
+
     def __init__(self, inner: Codec, words: int, scratch: Scratch | None = None) -> None:
         if inner.lossless or inner.carries_nonfinite:
             raise UsageError(f"error feedback is of no use around codec {inner.code}: it sends all that it can")
-        self.inner = inner
+        self.inner, self.code = inner, inner.code
+        self.bytes_for, self.decode, self.decode_add = inner.bytes_for, inner.decode, inner.decode_add
         self._scratch = scratch or Scratch()
         self._residual = torch.zeros(words, dtype=torch.float32, device="cpu")
-
-    @property
-    def code(self) -> int:
-        return self.inner.code
-
-    @property
-    def lossless(self) -> bool:
-        return False
-
-    @property
-    def carries_nonfinite(self) -> bool:
-        return False
-
-    def bytes_for(self, words: int) -> int:
-        return self.inner.bytes_for(words)
 
     def encode(self, values: Tensor, out: memoryview, *, seed: int) -> int:
         values = checked(values)
@@ -468,12 +457,6 @@ class ErrorFeedback:
         self.inner.decode(out[:used], self._residual)
         torch.sub(wanted, self._residual, out=self._residual)
         return used
-
-    def decode(self, payload: memoryview, into: Tensor) -> None:
-        self.inner.decode(payload, into)
-
-    def decode_add(self, payload: memoryview, into: Tensor, weight: float = 1.0) -> None:
-        self.inner.decode_add(payload, into, weight)
 
     def state(self) -> dict[str, Tensor]:
         """Return `residual` (1-D fp32), and the state of `inner` as `inner.<name>`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -40,7 +41,29 @@ _SAMPLED_HITS = 64  # how many of the k largest the sample holds: the threshold'
 _OVERSAMPLING = 1.3  # so that the sampled threshold rarely lets too few words through
 
 
-class TopKCodec:
+class _SparseCodec(ABC):
+    """What codecs that send a few words have in common."""
+
+    lossless = False
+    carries_nonfinite = False
+
+    @abstractmethod
+    def read(self, payload: memoryview, words: int) -> tuple[Array, Array]:
+        """Return the positions of the words that a payload has, and the words."""
+
+    def decode(self, payload: memoryview, into: Tensor) -> None:
+        into = checked(into)
+        places, sent = self.read(payload, into.numel())
+        into.zero_()
+        into.numpy()[places] = sent
+
+    def decode_add(self, payload: memoryview, into: Tensor, weight: float = 1.0) -> None:
+        into = checked(into)
+        places, sent = self.read(payload, into.numel())
+        into.numpy()[places] += sent * np.float32(weight)
+
+
+class TopKCodec(_SparseCodec):
     """The `ratio` * words (rounded up) words of largest magnitude, exact in fp32; the other words decode to zero.
 
     Takes 1.5 * `ratio` of fp32's bytes. Zeros are never sent, so there may be fewer words. Among equal magnitudes the
@@ -56,8 +79,6 @@ class TopKCodec:
     """
 
     code = 5
-    lossless = False
-    carries_nonfinite = False
 
     def __init__(self, ratio: float, *, sampled: bool = True, scratch: Scratch | None = None) -> None:
         self.ratio = checked_ratio(ratio)
@@ -74,19 +95,11 @@ class TopKCodec:
         places = largest(values, self.ratio, seed=seed, sampled=self.sampled, scratch=self._scratch)
         return write_sparse(values, places, out)
 
-    def decode(self, payload: memoryview, into: Tensor) -> None:
-        into = checked(into)
-        places, sent = read_sparse(payload, into.numel())
-        into.zero_()
-        into.numpy()[places] = sent
-
-    def decode_add(self, payload: memoryview, into: Tensor, weight: float = 1.0) -> None:
-        into = checked(into)
-        places, sent = read_sparse(payload, into.numel())
-        into.numpy()[places] += sent * np.float32(weight)
+    def read(self, payload: memoryview, words: int) -> tuple[Array, Array]:
+        return read_sparse(payload, words)
 
 
-class RandomKCodec:
+class RandomKCodec(_SparseCodec):
     """`ratio` * words (rounded up) words, one drawn from each of as many equal strata; the other words decode to zero.
 
     Takes `ratio` of fp32's bytes, and 8 bytes. With `unbiased`, a word is multiplied by the size of its stratum, so the
@@ -96,8 +109,6 @@ class RandomKCodec:
     """
 
     code = 6
-    lossless = False
-    carries_nonfinite = False
     _SEED_BYTES = 8
 
     def __init__(self, ratio: float, *, unbiased: bool = True) -> None:
@@ -126,17 +137,6 @@ class RandomKCodec:
         body[self._SEED_BYTES :].view("<f4")[:] = sent
         return nbytes
 
-    def decode(self, payload: memoryview, into: Tensor) -> None:
-        into = checked(into)
-        places, sent = self._read(payload, into.numel())
-        into.zero_()
-        into.numpy()[places] = sent
-
-    def decode_add(self, payload: memoryview, into: Tensor, weight: float = 1.0) -> None:
-        into = checked(into)
-        places, sent = self._read(payload, into.numel())
-        into.numpy()[places] += sent * np.float32(weight)
-
     def _draw(self, seed: int, words: int) -> tuple[Array, Array]:
         """Return the drawn positions, ascending, and the size of each one's stratum."""
         count = count_for(self.ratio, words)
@@ -144,7 +144,7 @@ class RandomKCodec:
         sizes = np.diff(edges)
         return edges[:-1] + draw(seed, sizes), sizes
 
-    def _read(self, payload: memoryview, words: int) -> tuple[Array, Array]:
+    def read(self, payload: memoryview, words: int) -> tuple[Array, Array]:
         body = body_of_exactly(payload, self.bytes_for(words), words).numpy()
         if not words:
             return np.empty(0, np.int64), np.empty(0, np.float32)

@@ -299,7 +299,7 @@ def _missing(given: Mapping[str, Any], kind: type[msgspec.Struct]) -> str:
 
 
 def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bool) -> str:
-    structs = [part for part in _parts(hint) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
+    structs = structs_in(hint)
     if isinstance(value, Mapping) and structs:
         return _in_struct(value, structs, f"{path}.", partial)
     if isinstance(value, Mapping) and typing.get_origin(hint) is dict:
@@ -359,18 +359,19 @@ _PLURALS: dict[Any, str] = {float: "numbers", str: "texts", str | tuple[str, ...
 
 def _described(hint: Any, limit: Limit | None) -> str:
     """Return ``a number above 0, or none``."""
-    parts = [part for part in _parts(hint) if part is not Sum]
-    said = [_kind(part) for part in parts if part is not NoneType and not _is_struct(part)]
+    parts, structs = list(_parts(hint)), structs_in(hint)
+    said = [_kind(part) for part in parts if part is not NoneType and part not in structs]
     if said and limit is not None:
         said[-1] += f" {limit.words}"
-    tags = [str(part.__struct_config__.tag) for part in parts if _is_struct(part) and part.__struct_config__.tag]
+    tags = [str(part.__struct_config__.tag) for part in structs if part.__struct_config__.tag and part is not Sum]
     said += [f"a part with a type ({', '.join(tags)})"] if tags else []
-    said += [f"rp.{part.__name__}(...)" for part in parts if _is_struct(part) and not part.__struct_config__.tag]
+    said += [f"rp.{part.__name__}(...)" for part in structs if not part.__struct_config__.tag]
     return ", or ".join([*said, *(["none"] if NoneType in parts else [])])
 
 
-def _is_struct(part: Any) -> bool:
-    return isinstance(part, type) and issubclass(part, msgspec.Struct)
+def structs_in(hint: Any) -> list[type[msgspec.Struct]]:
+    """The struct types in a type hint, such as those of a union."""
+    return [part for part in _parts(hint) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
 
 
 def _kind(part: Any) -> str:

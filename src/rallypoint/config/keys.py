@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Iterator, Mapping
-from types import UnionType
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from rallypoint.config.checks import check_values, structs_in
 from rallypoint.config.tree import JobConfig
 from rallypoint.core.typed import PartType, hints_of
 from rallypoint.errors import ConfigError, meant
@@ -54,7 +53,7 @@ def _check(given: Mapping[str, Any], kinds: list[type[msgspec.Struct]], path: st
     for kind in chosen:
         for name, hint in hints_of(kind).items():
             if name in kind.__struct_fields__:
-                fields.setdefault(name, []).extend(_structs(hint))
+                fields.setdefault(name, []).extend(structs_in(hint))
     known = {*fields, *(["type"] if any(kind.__struct_config__.tag for kind in kinds) else [])}
     for name, value in given.items():
         if not path and name in GONE:
@@ -69,10 +68,7 @@ def _check(given: Mapping[str, Any], kinds: list[type[msgspec.Struct]], path: st
             _check(value, fields[name], f"{path}{name}.")
 
 
-def _structs(hint: Any) -> Iterator[type[msgspec.Struct]]:
-    """Yield the struct types in a type hint, such as those of a union."""
-    if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union:
-        for part in typing.get_args(hint):
-            yield from _structs(part)
-    elif isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        yield hint
+def check_settings(overrides: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a name that no setting has, or a value that no setting of that name can have."""
+    check_keys(overrides)
+    check_values(overrides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import logging
 import math
@@ -11,7 +12,6 @@ import os
 import re
 import secrets
 import struct
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from typing import Any
 import xxhash
 
 from rallypoint.errors import UsageError
-from rallypoint.own_files import OpenFolder, opened
+from rallypoint.own_files import OpenFolder, lock_within, opened
 
 log = logging.getLogger("rallypoint")
 
@@ -336,16 +336,12 @@ class CacheEntries:
     @contextlib.contextmanager
     def _locked(self, name: str, timeout: float) -> Iterator[None]:
         """Raises `_HeldEntry` if it takes too long; an error of the body comes through as it is."""
-        import fcntl  # not on every system
-
         with opened(self.folder) as own, own.folder(_LOCKS) as locks:
             descriptor = locks.lock_file(name)
         try:
-            deadline = time.monotonic() + timeout
-            while not _try_to_lock(descriptor):
-                if time.monotonic() >= deadline:
-                    raise _HeldEntry
-                time.sleep(_POLL_S)
+            # For this descriptor alone: other threads of the process wait too
+            if not lock_within(descriptor, timeout, _POLL_S):
+                raise _HeldEntry
             try:
                 yield
             finally:  # a process that was forked meanwhile has it too: closing it here would not be enough
@@ -362,17 +358,6 @@ class CacheEntries:
 
 class _HeldEntry(Exception):
     """Others hold the lock."""
-
-
-def _try_to_lock(descriptor: int) -> bool:
-    """Lock a file that is open, for this descriptor alone: other threads of the process wait too."""
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def checksum(data: bytes, name: str = "") -> bytes:

@@ -215,20 +215,18 @@ def patiently(call: Callable[[], _T], what: str) -> _T:
 
     Raises DataError, which names `what`, after as many pauses as there are.
     """
-    for pause in PAUSES_S:
+    for pause in (*PAUSES_S, None):
         try:
             return call()
         except Exception as error:  # stores raise exceptions of any type
+            name = type(error).__name__
             if _lasts(error):
-                raise DataError(f"{what} cannot be read: {error or type(error).__name__}") from error
-            log.info("%s: %s: %s; trying again in %g s", what, type(error).__name__, error, pause)
+                raise DataError(f"{what} cannot be read: {error or name}") from error
+            if pause is None:
+                raise DataError(f"{what} cannot be read: {name}: {error} ({len(PAUSES_S) + 1} tries)") from error
+            log.info("%s: %s: %s; trying again in %g s", what, name, error, pause)
         time.sleep(pause)
-    try:
-        return call()
-    except Exception as error:
-        raise DataError(
-            f"{what} cannot be read: {type(error).__name__}: {error} ({len(PAUSES_S) + 1} tries)"
-        ) from error
+    raise AssertionError("the last try returns or raises")
 
 
 def _lasts(error: Exception) -> bool:

@@ -13,11 +13,9 @@ import contextlib
 import errno
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import stat
-import struct
 import threading
 import traceback
 from collections import OrderedDict, deque
@@ -25,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess, parent_process
 from pathlib import Path
 from typing import Any
@@ -80,8 +78,6 @@ def leave_connections() -> None:
 
     While a loader process has a copy of them, nobody would see that the worker is dead: they would not close.
     """
-    if not _OPEN.exists():
-        return  # no Linux: processes are not forked by default
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in [int(name) for name in os.listdir(_OPEN)]:
         if _is_tcp(number):
@@ -116,9 +112,7 @@ AHEAD_END_S = 10.0  # seconds in which a killed process ends
 # What is loaded now, the worker's replicas, how often the loop waited; True: nothing is loaded yet, so fetch this too
 Position = tuple[Place, tuple[int, ...], int, bool]
 
-_HEADER = struct.Struct("<HH")  # the number of a part, and how many there are
-_LENGTH = 4  # bytes that Connection writes in front of each part, in the same write
-_PART_BYTES = select.PIPE_BUF - _LENGTH - _HEADER.size
+_LONGEST = 1 << 18  # bytes of a position
 
 
 class Upcoming:
@@ -191,28 +185,28 @@ class Upcoming:
 class ReadAhead:
     """The process that reads ahead, as its worker has it. Nothing happens if the data set has no cache to read into.
 
-        LoaderProcesses: "these load (7, 2, 0) now" -> pipe -> Upcoming: which shards come next -> threads -> cache
+        LoaderProcesses: "these load (7, 2, 0) now" -> socket -> Upcoming: which shards come next -> threads -> cache
 
     It is a process, and no thread beside the transforms: a store's client may draw from the global random generators.
     What it does not manage costs time and nothing else: whoever needs the bytes reads them as if it were not there.
     """
 
-    def __init__(self, batches: MicroBatches, start: str | None) -> None:
+    def __init__(self, batches: MicroBatches, start: str) -> None:
         """`start`: how the process is started."""
         self._batches, self._start = batches, start
         self._process: BaseProcess | None = None
-        self._pipe: Connection | None = None
+        self._positions: socket.socket | None = None
 
     def begin(self) -> None:
         """Start it, unless it was. A process that ends, or cannot be started, is not missed."""
         dataset = self._batches.dataset
-        if self._pipe is not None or not isinstance(dataset, ShardedDataset) or not dataset.fills:
+        if self._positions is not None or not isinstance(dataset, ShardedDataset) or not dataset.fills:
             return
         context = multiprocessing.get_context(self._start)
-        theirs, self._pipe = context.Pipe(duplex=False)
-        os.set_blocking(self._pipe.fileno(), False)  # what does not go in is lost: the next position tells it too
+        theirs, self._positions = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a position goes wholly or not at all
+        self._positions.setblocking(False)  # what does not go in is lost: the next position tells it too
         process = context.Process(  # type: ignore[attr-defined]
-            target=_read_ahead, args=(theirs, self._pipe, self._batches), name="reading ahead", daemon=True
+            target=_read_ahead, args=(theirs, self._positions, self._batches), name="reading ahead", daemon=True
         )
         with contextlib.suppress(OSError):
             process.start()
@@ -221,9 +215,9 @@ class ReadAhead:
 
     def at(self, position: Position) -> None:
         """Tell it where the loader processes are. Does not wait."""
-        if self._process is not None and self._pipe is not None:
+        if self._process is not None and self._positions is not None:
             with contextlib.suppress(OSError):
-                send_whole(self._pipe, position)
+                self._positions.send(msgspec.msgpack.encode(position))
 
     def close(self) -> None:
         """End it, whatever it does: the cache takes no harm of that."""
@@ -233,8 +227,8 @@ class ReadAhead:
             if self._process.exitcode is not None:  # else it is stuck in the system: a dead disk, say
                 self._process.close()
             self._process = None
-        if self._pipe is not None:
-            self._pipe.close()
+        if self._positions is not None:
+            self._positions.close()
 
 
 class _Fetching:
@@ -261,46 +255,18 @@ class _Fetching:
                 kept = self._dataset.fill(shard)
 
 
-def _read_ahead(positions: Connection, workers_end: Connection, batches: MicroBatches) -> None:
+def _read_ahead(positions: socket.socket, workers_end: socket.socket, batches: MicroBatches) -> None:
     """Run in the process of its own until the worker is gone."""
     BeginLoading(None)(0)
     workers_end.close()
     assert isinstance(batches.dataset, ShardedDataset)
-    fetching, received = _Fetching(batches, batches.dataset), ReceivedAhead()
-    with contextlib.suppress(EOFError, OSError):
-        while (parent := parent_process()) is not None and parent.is_alive():
-            if positions.poll(AHEAD_LOOK_S) and (position := received.after(positions.recv_bytes())) is not None:
-                fetching.at(position)
-
-
-def send_whole(pipe: Connection, position: Position) -> None:
-    """Send it through a pipe that does not block. BlockingIOError if not all of it went in.
-
-    A write of at most PIPE_BUF bytes goes into a pipe wholly or not at all; a longer one may be cut off where the pipe
-    is full. So it goes in parts. A position that lacks a part is not believed: the next one tells it too.
-    """
-    data = msgspec.msgpack.encode(position)
-    parts = [data[start : start + _PART_BYTES] for start in range(0, len(data), _PART_BYTES)]
-    for number, part in enumerate(parts):
-        pipe.send_bytes(_HEADER.pack(number, len(parts)) + part)
-
-
-class ReceivedAhead:
-    """Puts positions together again."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-
-    def after(self, message: bytes) -> Position | None:
-        """The position that is whole with this message; None if it is not whole yet, or lacks a part."""
-        number, count = _HEADER.unpack_from(message)
-        if number == 0:
-            self._parts = []
-        if number != len(self._parts):  # it lacks one: the rest of it is not used
-            return None
-        self._parts.append(message[_HEADER.size :])
-        whole = number == count - 1
-        return msgspec.msgpack.decode(b"".join(self._parts), type=Position) if whole else None
+    fetching = _Fetching(batches, batches.dataset)
+    positions.settimeout(AHEAD_LOOK_S)
+    while (parent := parent_process()) is not None and parent.is_alive():
+        with contextlib.suppress(TimeoutError):
+            if not (told := positions.recv(_LONGEST)):
+                return
+            fetching.at(msgspec.msgpack.decode(told, type=Position))
 
 
 LOST_IN_A_ROW = 3  # so often loader processes may die, or fail to start, before one of them has loaded anything
@@ -334,7 +300,7 @@ class LoaderProcesses:
         self._ready: dict[Place, Loaded] = {}
         self._replicas: tuple[int, ...] = ()
         self._most = max(self._spec.ahead, self._spec.workers)
-        self._pins = self._spec.pin_memory and _can_pin()
+        self._pins = self._spec.pin_memory and torch.accelerator.is_available()
         self._room = min(2 * self._spec.workers, self._most)  # how many may be ready
         self._processes: list[BaseProcess] = []
         self._failure: DataError | None = None
@@ -342,7 +308,7 @@ class LoaderProcesses:
         self._none = True  # there are no processes, or one has died
         self._waited = 0  # so often the main thread had to wait
         self._thread: threading.Thread | None = None
-        self._start = self._spec.start or ("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
+        self._start = self._spec.start or "fork"
         self._ahead = ReadAhead(batches, self._start)  # for the loader's thread, once there is one
 
     def expect(self, round: int, replica: int, replicas: tuple[int, ...]) -> None:
@@ -588,15 +554,9 @@ def _leave_writing(arriving: Any) -> None:
         arriving._worker_result_queue._writer.close()
 
 
-def _can_pin() -> bool:
-    """As torch's DataLoader decides it."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found is not None and found.type != "mps"
-
-
 def _is_dead(process: BaseProcess) -> bool:
     """True if it has ended. Does not reap it: that is for its owner."""
     try:
         return os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except (AttributeError, ChildProcessError):  # macOS; reaped already, or a child of the fork server
+    except ChildProcessError:  # reaped already, or a child of the fork server
         return bool(wait([process.sentinel], timeout=0))

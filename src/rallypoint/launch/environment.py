@@ -8,7 +8,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from rallypoint.errors import UsageError
 
 COORDINATOR = "RALLYPOINT_COORDINATOR"
 TOKEN = "RALLYPOINT_TOKEN"
@@ -75,3 +79,16 @@ def left_status() -> int:
     """
     text = os.environ.get(LEFT_STATUS, "")
     return int(text) if text.isdigit() and int(text) < 256 else 0
+
+
+def run_script(argv: Sequence[str], extra: Mapping[str, str], stdout: int | None = None) -> int:
+    """Run a script with this environment, but for what a launcher tells its processes, and `extra`. Returns its status.
+
+    UsageError if it cannot be started.
+    """
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT_")}
+    sys.stdout.flush()
+    try:
+        return subprocess.call(argv, env={**ours, **extra}, stdin=subprocess.DEVNULL, stdout=stdout)
+    except OSError as error:
+        raise UsageError(f"the script cannot be started: {argv[0]}: {error.strerror}") from None

@@ -26,7 +26,6 @@ from rallypoint.launch.engines.discovery import enter, place_of
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.launch.observing.health import answering, health_at, of_process
 from rallypoint.launch.observing.stacks import keep_stacks
-from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import flush_output, say
 from rallypoint.observe.lines import printable_lines
 from rallypoint.observe.trace import LOAD, Tracer
@@ -99,6 +98,8 @@ def join() -> Job | RankJob:
             id=name, coordinator=coordinator, token=access.token, transport=access.transport,
             near=os.environ.get(environment.NEAR, ""), group=group, tracer=tracer,
         )  # fmt: skip
+        if by_hand:
+            say(f"{name} has joined the job at {coordinator}; it waits for the other members")
         health.joined()
         _joined.add((coordinator, os.getpid()))
         if health.address:
@@ -149,15 +150,6 @@ def _closed_at_exit(job: Job) -> Job:
 
 class _JoinedByHand(Job):
     """A worker that no launcher has started: it says itself how it gets on."""
-
-    def __init__(
-        self, *, id: str, coordinator: str, token: str, transport: Transport, near: str, tracer: Tracer,
-        group: RankGroup | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            id=id, coordinator=coordinator, token=token, transport=transport, near=near, group=group, tracer=tracer
-        )
-        say(f"{id} has joined the job at {coordinator}; it waits for the other members")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         super().__exit__(kind, error, tb)

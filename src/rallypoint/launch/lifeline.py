@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 from rallypoint.launch.environment import LIFELINE
@@ -47,13 +47,8 @@ class Interrupted(Exception):
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
     """In the body, such a signal raises Interrupted in the main thread, like Ctrl-C raises KeyboardInterrupt."""
-    numbers = _heeded(*_ENDS)
-    previous = {number: signal.signal(number, _interrupt) for number in numbers}
-    try:
+    with handled(_heeded(*_ENDS), _interrupt):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -63,13 +58,19 @@ def noted() -> Iterator[list[int]]:
     An exception could be raised anywhere, for example between a lock's acquire and its release.
     """
     came: list[int] = []
-    numbers = _heeded(signal.SIGINT, *_ENDS)
-    previous = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in numbers}
-    try:
+    with handled(_heeded(signal.SIGINT, *_ENDS), lambda number, frame: came.append(number)):
         yield came
+
+
+@contextlib.contextmanager
+def handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """In the body this is what handles these signals; afterwards what did before does again."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 def _heeded(*numbers: signal.Signals) -> list[signal.Signals]:

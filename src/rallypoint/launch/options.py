@@ -17,8 +17,7 @@ import msgspec
 import typer
 
 from rallypoint.config import overrides_from
-from rallypoint.config.checks import check_values
-from rallypoint.config.keys import check_keys
+from rallypoint.config.keys import check_settings
 from rallypoint.core.plan.topology import Topology
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch import environment
@@ -118,8 +117,7 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
         limits, start = parse_workers(self.workers)
         self.check()
         overrides = overrides_from(self.config, self.sets or [])
-        check_keys(overrides)
-        check_values(overrides)
+        check_settings(overrides)
         topology = Topology() if self.topology is None else read_topology(self.topology)
         folder = str(self.folder or new_folder(Path("runs"))) if folder is None else folder  # the options are right
         where = self.snapshots or str((Path(folder) / SNAPSHOTS_FOLDER).resolve())

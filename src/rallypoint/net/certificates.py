@@ -9,7 +9,6 @@ import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -86,19 +85,18 @@ class TlsFiles:
             _check_readable(self.folder / name)
         try:
             dialing, listening = (self._context(side) for side in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
-            pem = (self.folder / CERTIFICATE).read_text()
-            begin = pem.index(ssl.PEM_HEADER)
-            end = pem.index(ssl.PEM_FOOTER, begin) + len(ssl.PEM_FOOTER)
-            certificate = ssl.PEM_cert_to_DER_cert(pem[begin:end])
-            role = role_of(_described(self.folder / CERTIFICATE))
+            certificate = x509.load_pem_x509_certificate((self.folder / CERTIFICATE).read_bytes())
+            role = role_of(certificate)
         except (OSError, ValueError) as error:  # (an SSLError is an OSError)
-            raise UsageError(f"the certificate and key in {self.folder} cannot be used: {_why(error)}") from None
+            why = words_of(error) if isinstance(error, ssl.SSLError) else str(error)
+            why = why.replace("key values mismatch", "the key is another certificate's")
+            raise UsageError(f"the certificate and key in {self.folder} cannot be used: {why}") from None
         if role != self._role:
             raise UsageError(
                 f"{self.folder / CERTIFICATE} is the certificate of a {role}, and this is a {self._role}: give --tls "
                 f"the folder {self._role} of `rallypoint token --tls`, or the one above it"
             )
-        return LoadedFiles(dialing, listening, certificate)
+        return LoadedFiles(dialing, listening, certificate.public_bytes(serialization.Encoding.DER))
 
     def _context(self, side: int) -> ssl.SSLContext:
         context = ssl.SSLContext(side)
@@ -113,23 +111,12 @@ class TlsFiles:
         return context
 
 
-def role_of(certificate: dict[str, Any] | None) -> str:
+def role_of(certificate: x509.Certificate) -> str:
     """Return the role that a certificate names: its common name. ValueError if that is no role."""
-    subject = [pair for part in (certificate or {}).get("subject", ()) for pair in part]
-    names = [value for key, value in subject if key == "commonName"]
+    names = [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
     if len(names) != 1 or names[0] not in ROLES:
         raise ValueError(f"its common name must be one of {', '.join(ROLES)}")
     return str(names[0])
-
-
-def _described(path: Path) -> dict[str, Any]:
-    """The fields of the certificate in this file, as `getpeercert` gives those of the other side."""
-    from cryptography import x509
-    from cryptography.x509.oid import NameOID
-
-    subject = x509.load_pem_x509_certificate(path.read_bytes()).subject
-    names = subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return {"subject": [[("commonName", name.value)] for name in names]}
 
 
 def _check_readable(path: Path) -> None:
@@ -142,11 +129,9 @@ def _check_readable(path: Path) -> None:
         ) from None
 
 
-def _why(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        reason = (error.reason or str(error)).replace("_", " ").lower()
-        return "the key is another certificate's" if reason == "key values mismatch" else reason
-    return str(error)
+def words_of(error: ssl.SSLError) -> str:
+    """Why TLS fails, in OpenSSL's words."""
+    return (error.reason or str(error)).replace("_", " ").lower()
 
 
 # ---- Makes the certificates of a job: a CA of its own, and one certificate for each role ----
@@ -216,17 +201,17 @@ def _certificate(
     until: datetime,
 ) -> x509.Certificate:  # fmt: skip
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, role)])
-    builder = _builder(name, authority.subject, public, datetime.now(UTC) - _EARLIER, until)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
-    builder = builder.add_extension(  # members connect and listen
-        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]), critical=False
-    )
+    both = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]  # members connect and listen
     identifier = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    builder = builder.add_extension(
-        x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier)
+    return (
+        _builder(name, authority.subject, public, datetime.now(UTC) - _EARLIER, until)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(both), critical=False)
+        .add_extension(issuer, critical=False)
+        .sign(key, hashes.SHA256())
     )
-    return builder.sign(key, hashes.SHA256())
 
 
 def _builder(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import logging
-import resource
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from rallypoint.net.handshake import Identity, check_exposure, greet
 from rallypoint.net.transport import Connection, Transport
 from rallypoint.observe.lines import Sparingly
 from rallypoint.observe.trace import Tracer
+from rallypoint.observe.usage import most_files
 
 log = logging.getLogger("rallypoint")
 
@@ -173,7 +173,7 @@ class Unproven:
     """
 
     def __init__(self, most: int = MOST, most_from_one: int = MOST_FROM_ONE) -> None:
-        files = _files()
+        files = most_files()
         self.most = max(4, min(most, files // 4))
         self.most_from_one = max(2, min(most_from_one, files // 8))
         self._by_host: dict[str, dict[Connection, None]] = {}
@@ -222,9 +222,3 @@ def _host(connection: Connection) -> str:
     except ValueError:
         return host  # not of TCP
     return str(ipaddress.ip_network((address, 64), strict=False)) if address.version == 6 else host
-
-
-def _files() -> int:
-    """How many files this process may open."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 4 * MOST if soft == resource.RLIM_INFINITY else soft

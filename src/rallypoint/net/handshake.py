@@ -49,13 +49,9 @@ def extract(salt: bytes, secret: bytes) -> bytes:
     return hmac.digest(salt or bytes(KEY_BYTES), secret, "sha256")
 
 
-def expand(key: bytes, info: bytes, length: int = KEY_BYTES) -> bytes:
-    """HKDF-Expand (RFC 5869, section 2.3): `length` bytes for the purpose `info`. At most 255 * 32 bytes."""
-    done, block = b"", b""
-    for number in range(1, -(-length // KEY_BYTES) + 1):
-        block = hmac.digest(key, block + info + bytes([number]), "sha256")
-        done += block
-    return done[:length]
+def expand(key: bytes, info: bytes) -> bytes:
+    """HKDF-Expand (RFC 5869, section 2.3): the first block of 32 bytes for the purpose `info`."""
+    return hmac.digest(key, info + b"\x01", "sha256")
 
 
 def role_of(token: str) -> str:
@@ -166,7 +162,6 @@ def dialers_keys(keys: TokenKeys, transcript: bytes) -> LinkKeys:
 # coordinator, in the role whose token one has.
 
 GREETING_TIMEOUT_S = 10.0  # for the whole handshake: a peer that sends slowly cannot hold a connection
-FIRST_VIEW = ViewNumber()
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 _MIN_TOKEN = 16

@@ -159,7 +159,7 @@ class _Arenas:
                 self._tried = True
                 try:
                     self._arena = Arena()
-                except (OSError, AttributeError) as error:
+                except OSError as error:
                     log.info("members of this host send payloads through sockets: %s", error)
             return self._arena
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import socket
 import struct
@@ -127,8 +128,6 @@ def at_interface(bind: str) -> str:
 
 def _ipv4(interface: str) -> str:
     """Its IPv4 address; "" if it has none."""
-    import fcntl  # (not on every system)
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack(f"{_IFREQ}s", interface.encode()))

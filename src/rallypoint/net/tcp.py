@@ -10,7 +10,6 @@ import os
 import select
 import socket
 import struct
-import sys
 import threading
 import time
 
@@ -45,13 +44,19 @@ _UNANSWERED = struct.Struct("=3xBB3xI12xI24xII84xI80xI")
 _ROUND_TRIP = struct.Struct("=68xI")  # tcpi_rtt, smoothed, in microseconds
 
 
+def _told(sock: socket.socket, fields: struct.Struct) -> tuple[int, ...] | None:
+    """What the kernel tells of a connection. None if the socket is closed, or the kernel is too old."""
+    with contextlib.suppress(OSError, struct.error):
+        return fields.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, fields.size))
+    return None
+
+
 def state_of(sock: socket.socket) -> tuple[int, float]:
     """The state of a connection, and the seconds since the other machine has sent anything, if only an answer to a
     keepalive. (0, infinity) where the system does not tell."""
-    with contextlib.suppress(OSError, struct.error, AttributeError):  # closed meanwhile; an older or another system
-        state, *milliseconds = _STATE.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE.size))
-        return state, min(milliseconds) / 1000
-    return 0, math.inf
+    if (told := _told(sock, _STATE)) is None:
+        return 0, math.inf
+    return told[0], min(told[1:]) / 1000
 
 
 def is_dead(sock: socket.socket) -> bool:
@@ -59,39 +64,32 @@ def is_dead(sock: socket.socket) -> bool:
 
     One whose process does not read answers the probes of its full window, which come more and more rarely.
     """
-    with contextlib.suppress(OSError, struct.error, AttributeError):
-        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNANSWERED.size)
-        probes, backoff, timeout, unacked, *silent, unsent, window = _UNANSWERED.unpack(told)
-        probe = 0.0 if window or probes > 2 else min((timeout << backoff) / 1e6, _LONGEST_PROBE_S)
-        return bool(unacked or (unsent and not window)) and min(silent) / 1000 > DEAD_AFTER_S + probe
-    return False
+    if (told := _told(sock, _UNANSWERED)) is None:
+        return False
+    probes, backoff, timeout, unacked, *silent, unsent, window = told
+    probe = 0.0 if window or probes > 2 else min((timeout << backoff) / 1e6, _LONGEST_PROBE_S)
+    return bool(unacked or (unsent and not window)) and min(silent) / 1000 > DEAD_AFTER_S + probe
 
 
 def round_trip_of(sock: socket.socket) -> float:
     """Seconds; 0 where the system does not tell, or the socket is closed."""
-    with contextlib.suppress(OSError, struct.error, AttributeError):
-        found = _ROUND_TRIP.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size))
-        return float(found[0]) / 1e6
-    return 0.0
+    return (_told(sock, _ROUND_TRIP) or (0,))[0] / 1e6
 
 
 def pace_of(sock: socket.socket) -> LinkPace:
     """What was acknowledged, and for how long some was on its way; nothing where the system does not tell, or the
     socket is closed. The kernel counts the time in its ticks, of 1 to 4 ms."""
-    with contextlib.suppress(OSError, struct.error, AttributeError):
-        acknowledged, busy = _PACE.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _PACE.size))
-        return LinkPace(acknowledged, busy / 1e6)
-    return LinkPace()
+    acknowledged, busy = _told(sock, _PACE) or (0, 0)
+    return LinkPace(acknowledged, busy / 1e6)
 
 
 def sent_of(sock: socket.socket) -> Sent | None:
     """What was acknowledged, for how long something was on its way, and whether more waits. None where the system does
     not tell, or the socket is closed."""
-    with contextlib.suppress(OSError, struct.error, AttributeError):
-        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size)
-        acknowledged, unsent, busy, window, buffer = _SENT.unpack(told)
-        return Sent(acknowledged, (busy - window - buffer) / 1e6, unsent > 0)
-    return None
+    if (told := _told(sock, _SENT)) is None:
+        return None
+    acknowledged, unsent, busy, window, buffer = told
+    return Sent(acknowledged, (busy - window - buffer) / 1e6, unsent > 0)
 
 
 def is_local(sock: socket.socket) -> bool:
@@ -121,7 +119,7 @@ def limit_received(sock: socket.socket, nbytes: int) -> None:
     by itself again (Linux 5.14; else that buffer stays).
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes or _UNLIMITED)
-    if nbytes or not sys.platform.startswith("linux"):
+    if nbytes:
         return
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _UNLIMITED)
@@ -139,20 +137,18 @@ def tune(sock: socket.socket) -> None:
     for wait in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # of a socket without a time-out of Python's
         sock.setsockopt(socket.SOL_SOCKET, wait, struct.pack("ll", _LOOK_S, 0))
     for option, value in (
-        ("TCP_KEEPIDLE", 1),
-        ("TCP_KEEPINTVL", 1),
-        ("TCP_KEEPCNT", int(DEAD_AFTER_S)),
-        ("TCP_NOTSENT_LOWAT", UNSENT_BYTES),
+        (socket.TCP_KEEPIDLE, 1),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, int(DEAD_AFTER_S)),
+        (socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES),
     ):
-        if hasattr(socket, option):  # not every system has every option
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def choose_cubic(sock: socket.socket) -> None:
     """Use CUBIC, whatever this machine's default is."""
-    if hasattr(socket, "TCP_CONGESTION"):
-        with contextlib.suppress(OSError):  # not built into this kernel: its default is fine
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+    with contextlib.suppress(OSError):  # not built into this kernel: its default is fine
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
 
 # ---- Byte streams over TCP, with blocking sockets and threads ----
@@ -202,7 +198,7 @@ class TcpConnection:
         port: Port | None = None,
     ) -> None:  # fmt: skip
         self._socket = sock
-        self._peer = peer
+        self.peer = peer
         self._deadline: float | None = None
         self._lock = threading.Lock()
         self._users, self._closed, self._dead = 0, False, False  # `_users`: threads inside `send` and `recv_into`
@@ -211,10 +207,6 @@ class TcpConnection:
         self.local = is_local(sock)
         self._traffic = traffic or Traffic()
         self._flow = self._traffic.opened(peer if dialed else "", lambda: round_trip_of(sock), lambda: pace_of(sock))
-
-    @property
-    def peer(self) -> str:
-        return self._peer
 
     @property
     def offers(self) -> str:
@@ -239,7 +231,7 @@ class TcpConnection:
                 self._flow.sent += sent
                 left = _after(left, sent)
         except (OSError, ValueError) as error:
-            raise LinkError(f"the link to {self._peer} broke while sending: {error}") from None
+            raise LinkError(f"the link to {self.peer} broke while sending: {error}") from None
         finally:
             self._leave()
 
@@ -268,7 +260,7 @@ class TcpConnection:
             raise self._ended()
         except (OSError, ValueError) as error:
             kind = self._kind_of_reset() if isinstance(error, ConnectionResetError) else LinkError
-            raise kind(f"the link to {self._peer} broke while receiving: {error}") from None
+            raise kind(f"the link to {self.peer} broke while receiving: {error}") from None
         finally:
             self._leave()
 
@@ -281,7 +273,7 @@ class TcpConnection:
         try:
             return _readable(self._socket, seconds if self._deadline is None else min(seconds, self._left()))
         except TimeoutError as error:
-            raise LinkError(f"the link to {self._peer} broke while receiving: {error}") from None
+            raise LinkError(f"the link to {self.peer} broke while receiving: {error}") from None
         finally:
             self._leave()
 
@@ -302,7 +294,7 @@ class TcpConnection:
     def _enter(self) -> None:
         with self._lock:
             if self._closed:
-                raise LinkError(f"the link to {self._peer} is closed")
+                raise LinkError(f"the link to {self.peer} is closed")
             self._users += 1
 
     def _leave(self) -> None:
@@ -321,8 +313,8 @@ class TcpConnection:
     def _ended(self) -> LinkError:
         """The stream has ended: say whether the peer closed it. If not, the sending thread got the error."""
         if self._dead or state_of(self._socket)[0] == ENDED:
-            return self._kind_of_reset()(f"the link to {self._peer} broke")
-        return LinkClosed(f"{self._peer} closed the link")
+            return self._kind_of_reset()(f"the link to {self.peer} broke")
+        return LinkClosed(f"{self.peer} closed the link")
 
     def _kind_of_reset(self) -> type[LinkError]:
         return LinkReset if state_of(self._socket)[1] <= _ANSWERED_S else LinkError
@@ -347,8 +339,6 @@ class TcpConnection:
             limit_received(self._socket, nbytes)
 
     def pace(self, rate: int) -> None:
-        if not sys.platform.startswith("linux"):
-            return
         if self.lender is not None:
             self.lender.paced = bool(rate)
         unsent = min(max(rate // 100, 64 << 10), UNSENT_BYTES) if rate else UNSENT_BYTES  # 10 ms of a slow one
@@ -399,18 +389,14 @@ class TcpListener:
         self._lock = threading.Lock()  # of the spare one
         self._lines = Sparingly(burst=1)
         host, port = sock.getsockname()[:2]
-        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-    @property
-    def address(self) -> str:
-        return self._address
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def accept(self) -> TcpConnection:
         while True:
             try:
                 sock, peer = self._accept()
             except OSError as error:
-                raise LinkError(f"no longer listening at {self._address}: {error}") from None
+                raise LinkError(f"no longer listening at {self.address}: {error}") from None
             try:
                 return TcpConnection(sock, f"{peer[0]}:{peer[1]}", self._traffic, port=self._port)
             except OSError:
@@ -479,7 +465,7 @@ class TcpTransport:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             choose_cubic(sock)  # accepted sockets inherit it, and it must be set before they exist
-            if self._segment_bytes and hasattr(socket, "TCP_MAXSEG"):
+            if self._segment_bytes:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, self._segment_bytes)
             sock.bind((host, port))
             sock.listen(_BACKLOG)

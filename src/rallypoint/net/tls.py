@@ -8,16 +8,16 @@ import ssl
 import threading
 from collections.abc import Iterator, Sequence
 
+from cryptography import x509
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, UnprovenPeer
-from rallypoint.net.certificates import ALPN, LoadedFiles, TlsFiles, role_of
+from rallypoint.net.certificates import ALPN, LoadedFiles, TlsFiles, role_of, words_of
 from rallypoint.net.frames import Header, Kind, pack
 from rallypoint.net.handshake import expand, extract
 from rallypoint.net.tcp import TcpConnection, TcpListener, TcpTransport
 from rallypoint.net.transport import LEAST_IN_FLIGHT, Secured
-from rallypoint.observe.usage import Traffic
 
 # ---- Records: what a connection with TLS carries after TLS's handshake. Each is encrypted and authenticated ----
 #
@@ -166,7 +166,9 @@ class TlsConnection:
     offers = ""
 
     def __init__(self, stream: TcpConnection, files: TlsFiles, *, listener: bool) -> None:
-        self._stream, self._files, self._listener = stream, files, listener
+        self._stream, self._files, self._listener, self.peer = stream, files, listener, stream.peer
+        self.set_timeout, self.set_deadline, self.finish = stream.set_timeout, stream.set_deadline, stream.finish
+        self.limit_in_flight, self.pace, self.share_port = stream.limit_in_flight, stream.pace, stream.share_port
         self._shaking = threading.Lock()
         self.lender = None
         self._secured: Secured | None = None  # set last: then both threads may use the rest
@@ -179,10 +181,6 @@ class TlsConnection:
         self._room = memoryview(bytearray(_GREETING_ROOM))
         self._ready = memoryview(b"")  # data of a record of which only a part was wanted
         self._closed = False
-
-    @property
-    def peer(self) -> str:
-        return self._stream.peer
 
     @property
     def secured(self) -> Secured:
@@ -332,7 +330,8 @@ class TlsConnection:
         self.certificate = other
         parts = [other, loaded.certificate] if not self._listener else [loaded.certificate, other]
         digests = [hashlib.sha256(part).digest() for part in (*parts, finished)]
-        return Secured(role_of(self._tls.getpeercert()), hashlib.sha256(_LABEL + b"".join(digests)).digest())
+        role = role_of(x509.load_der_x509_certificate(other))
+        return Secured(role, hashlib.sha256(_LABEL + b"".join(digests)).digest())
 
     def _refusal(self, sentence: str) -> AccessDenied | UnprovenPeer:
         return AccessDenied(sentence) if self._listener else UnprovenPeer(sentence)
@@ -350,30 +349,12 @@ class TlsConnection:
             return f"{self.peer} does not accept this member's certificate: {why}; {_RENEW}"
         if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
             return f"{self.peer} has no certificate, and this job needs one: give it --tls"
-        return f"TLS with {self.peer} has failed: {_words(error)}"
+        return f"TLS with {self.peer} has failed: {words_of(error)}"
 
-    # ---- as of TCP ----
-
-    def set_timeout(self, seconds: float | None) -> None:
-        self._stream.set_timeout(seconds)
-
-    def set_deadline(self, seconds: float | None) -> None:
-        self._stream.set_deadline(seconds)
-
-    def limit_in_flight(self, nbytes: int) -> None:
-        self._stream.limit_in_flight(nbytes)
-
-    def pace(self, rate: int) -> None:
-        self._stream.pace(rate)
-
-    def share_port(self, part: float) -> None:
-        self._stream.share_port(part)
+    # ---- its end ----
 
     def upgrade(self, sending: bytes, receiving: bytes) -> None:
         """Does nothing: it offers nothing."""
-
-    def finish(self) -> None:
-        self._stream.finish()
 
     def close(self) -> None:
         self._closed = True
@@ -392,10 +373,6 @@ def _pieces(head: bytes, payload: memoryview | None) -> Iterator[list[memoryview
         yield [piece]
 
 
-def _words(error: ssl.SSLError) -> str:
-    return (error.reason or str(error)).replace("_", " ").lower()
-
-
 # ---- TLS 1.3 over TCP, as a transport ----
 
 
@@ -403,11 +380,7 @@ class TlsListener:
     """A Listener whose connections have TLS. It shakes no hands itself, so nobody can keep it from accepting others."""
 
     def __init__(self, listener: TcpListener, files: TlsFiles) -> None:
-        self._listener, self._files = listener, files
-
-    @property
-    def address(self) -> str:
-        return self._listener.address
+        self._listener, self._files, self.address = listener, files, listener.address
 
     def accept(self) -> TlsConnection:
         return TlsConnection(self._listener.accept(), self._files, listener=True)
@@ -429,11 +402,7 @@ class TlsTransport:
         # Loopback's segments have up to 64 KiB: one that does not fit into the window waits for 0.2 s. After TLS's
         # handshake the system makes them larger than the least window (`limit_in_flight`).
         self._files, self._tcp = files, TcpTransport(segment_bytes=LEAST_IN_FLIGHT)
-
-    @property
-    def traffic(self) -> Traffic:
-        """The bytes of its connections, as they are on the wire."""
-        return self._tcp.traffic
+        self.traffic = self._tcp.traffic  # the bytes of its connections, as they are on the wire
 
     def listen(self, address: str) -> TlsListener:
         return TlsListener(self._tcp.listen(address), self._files)

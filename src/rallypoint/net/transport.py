@@ -310,14 +310,10 @@ class InprocConnection:
     offers = ""
 
     def __init__(self, incoming: _Pipe, outgoing: _Pipe, peer: str, lender: Lender | None = None) -> None:
-        self._incoming, self._outgoing, self._peer = incoming, outgoing, peer
+        self._incoming, self._outgoing, self.peer = incoming, outgoing, peer
         self.lender = lender
         self._timeout: float | None = None
         self._deadline: float | None = None
-
-    @property
-    def peer(self) -> str:
-        return self._peer
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         self._outgoing.write(head, payload, self._timeout if self._deadline is None else self._left())
@@ -364,27 +360,23 @@ class InprocListener:
     """A Listener with a queue of connections."""
 
     def __init__(self, transport: InprocTransport, address: str) -> None:
-        self._transport, self._address = transport, address
+        self._transport, self.address = transport, address
         self._waiting: deque[InprocConnection] = deque()
         self._closed = False
         self._changed = threading.Condition()
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     def accept(self) -> InprocConnection:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._waiting)
             if self._closed:
-                raise LinkError(f"no longer listening at {self._address}")
+                raise LinkError(f"no longer listening at {self.address}")
             return self._waiting.popleft()
 
     def offer(self, connection: InprocConnection) -> None:
         """Queue a connection for `accept`. Called from the connecting thread."""
         with self._changed:
             if self._closed:
-                raise LinkError(f"nobody answers at {self._address}")
+                raise LinkError(f"nobody answers at {self.address}")
             self._waiting.append(connection)
             self._changed.notify_all()
 

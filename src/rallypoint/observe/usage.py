@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import resource
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,13 @@ _LOOPBACK = "lo"
 
 def usable_cores() -> int:
     """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
+
+
+def most_files() -> int:
+    """How many files this process may open; 2^53 where there is no limit."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 53 if soft == resource.RLIM_INFINITY else soft
 
 
 @dataclass(frozen=True, slots=True)

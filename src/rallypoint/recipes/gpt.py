@@ -7,9 +7,8 @@ same file and computes its share of the replicas. The result is the same in both
 import shlex
 import sys
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -48,13 +47,6 @@ PRESETS = {
 }
 """`tiny` (0.8 M parameters) learns to write Python-like text in minutes on two cores; `small` (19 M parameters, 76 MB
 of gradients per worker and step) is for GPUs, and for measuring networks."""
-
-
-class PresetName(StrEnum):
-    """The presets, as choices of the command line."""
-
-    TINY = "tiny"
-    SMALL = "small"
 
 
 def train(
@@ -166,8 +158,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command(help="Train a byte-level GPT on a folder of text, or generate with a trained one (--load).")
 def _command(
     preset: Annotated[
-        PresetName, typer.Option(help="The model and its training; the options below change single values of it.")
-    ] = PresetName.TINY,
+        Literal["tiny", "small"],
+        typer.Option(help="The model and its training; the options below change single values of it."),
+    ] = "tiny",
     data: Annotated[
         Path | None,
         typer.Option(help="Folder of text files, searched recursively. Default: Python's standard library."),

@@ -7,9 +7,8 @@ import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 import torch
@@ -27,12 +26,7 @@ CONFIG_FILE = "model.json"
 _PAUSES_S = (1.0, 60.0)  # the first pause before a model is saved again, which doubles, and the longest
 
 
-class Precision(StrEnum):
-    """What forward passes are computed in, as choices of a recipe's command line."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
+Precision = Literal["fp32", "bf16", "fp16"]  # what forward passes are computed in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +43,13 @@ class Training:
     seed: int = 1234
     validate_every: int = 50
     patience: int = 0
-    precision: Precision = Precision.FP32
+    precision: Precision = "fp32"
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of `job.train` that every recipe gives."""
-        given = ("replicas", "batch", "steps", "accumulate", "seed")
-        return {name: getattr(self, name) for name in given} | {"precision": self.precision.value}
+        given = ("replicas", "batch", "steps", "accumulate", "seed", "precision")
+        return {name: getattr(self, name) for name in given}
 
 
 STEPS = typer.Option(min=1, help="Updates of the model.")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -301,113 +301,49 @@ class Content:
         return self.manifest.job.steps_at(self.manifest.version)
 
 
-class CheckpointWriter(Protocol):
-    """Writes one format.
-
-    Example::
-
-        class Names:
-            def check(self, to):
-                pass
-
-            def takes_optimizer(self, job):
-                return False
-
-            def write(self, content, to):
-                to.write_text("\\n".join(content.model))
-                return []
-    """
-
-    def check(self, to: Path) -> None:
-        """Raise SnapshotFailed, before the snapshot is read, where nothing can be written."""
-        ...
-
-    def takes_optimizer(self, job: JobRecord) -> bool:
-        """True if the optimizer's state of this job is written."""
-        ...
-
-    def write(self, content: Content, to: Path) -> list[str]:
-        """Write it, as a whole or not at all. Returns remarks for the user. Raises SnapshotFailed."""
-        ...
-
-
-class TorchFile:
+def _torch_file(content: Content, to: Path) -> list[str]:
     """A file with {"model", "optimizer", "step"}, which torch.load reads with weights_only=True."""
-
-    def check(self, to: Path) -> None:
-        """Any file may be written over."""
-
-    def takes_optimizer(self, job: JobRecord) -> bool:
-        """Always, also one that is not of plain training."""
-        return True
-
-    def write(self, content: Content, to: Path) -> list[str]:
-        """Write the file."""
-        whole: dict[str, object] = {"model": content.model, "optimizer": content.optimizer, "step": content.steps}
-        _write(to, lambda path: _save_all(whole, path))
-        return []
+    whole: dict[str, object] = {"model": content.model, "optimizer": content.optimizer, "step": content.steps}
+    _write(to, lambda path: _save_all(whole, path))
+    return []
 
 
-class Safetensors:
+def _safetensors(content: Content, to: Path) -> list[str]:
     """A file with the model, and with its version and fingerprint as metadata. Each tied tensor under all its names."""
+    names = content.manifest.job.tied.keys() & content.model
+    apart = {name: content.model[name].clone() for name in names}  # safetensors accepts no shared memory
+    _write(to, lambda path: _save_model(content.model | apart, path, _about(content)))
+    return []
 
-    def check(self, to: Path) -> None:
-        """Any file may be written over."""
 
-    def takes_optimizer(self, job: JobRecord) -> bool:
-        """Never."""
-        return False
-
-    def write(self, content: Content, to: Path) -> list[str]:
-        """Write the file."""
-        names = content.manifest.job.tied.keys() & content.model
-        apart = {name: content.model[name].clone() for name in names}  # safetensors accepts no shared memory
-        _write(to, lambda path: _save_model(content.model | apart, path, _about(content)))
+def _hugging_face(content: Content, to: Path) -> list[str]:
+    """``model.safetensors`` in a folder, with each tied tensor once. Other files there are left alone."""
+    tied = content.manifest.job.tied
+    once = {name: tensor for name, tensor in content.model.items() if name not in tied}
+    _write(to / MODEL_FILE, lambda path: _save_model(once, path, _about(content)))
+    if (to / "config.json").exists():
         return []
+    return [f"it has no config.json yet, which model.config.save_pretrained({str(to)!r}) writes"]
 
 
-class HuggingFace(Safetensors):
-    """``model.safetensors`` in a folder, with each tied tensor once."""
-
-    def write(self, content: Content, to: Path) -> list[str]:
-        """Write that file, and leave others alone."""
-        tied = content.manifest.job.tied
-        once = {name: tensor for name, tensor in content.model.items() if name not in tied}
-        _write(to / MODEL_FILE, lambda path: _save_model(once, path, _about(content)))
-        if (to / "config.json").exists():
-            return []
-        return [f"it has no config.json yet, which model.config.save_pretrained({str(to)!r}) writes"]
-
-
-class Dcp:
+def _dcp(content: Content, to: Path) -> list[str]:
     """A new folder, a checkpoint of torch.distributed.checkpoint: see `checkpoints.dcp`."""
-
-    def check(self, to: Path) -> None:
-        """Refuse a folder that is there."""
-        if to.is_symlink() or to.exists():
-            raise SnapshotFailed(f"{to} is there already: a checkpoint of this format is a new folder")
-
-    def takes_optimizer(self, job: JobRecord) -> bool:
-        """If it is one of plain training (see `steps_plainly`)."""
-        return steps_plainly(parse(job.config))
-
-    def write(self, content: Content, to: Path) -> list[str]:
-        """Write the folder."""
-        step = torch.tensor(content.steps, dtype=torch.int64, device="cpu")
-        manifest, whole = content.manifest, {"model": content.model, "step": step}
-        remarks = ["without the optimizer's state, which is not one of plain training"]
-        if content.optimizer is not None:
-            remarks, job = [], manifest.job
-            reductions = reductions_at(manifest.decided.reductions, manifest.version)
-            whole["optimizer"] = optimizer_content(
-                content.optimizer, parse(job.config), job.layout, manifest.version, reductions,
-            )  # fmt: skip
-        _write(to, lambda path: write_dcp(whole, path))
-        return remarks
+    step = torch.tensor(content.steps, dtype=torch.int64, device="cpu")
+    manifest, whole = content.manifest, {"model": content.model, "step": step}
+    remarks = ["without the optimizer's state, which is not one of plain training"]
+    if content.optimizer is not None:
+        remarks, job = [], manifest.job
+        reductions = reductions_at(manifest.decided.reductions, manifest.version)
+        whole["optimizer"] = optimizer_content(
+            content.optimizer, parse(job.config), job.layout, manifest.version, reductions,
+        )  # fmt: skip
+    _write(to, lambda path: write_dcp(whole, path))
+    return remarks
 
 
-WRITERS: Mapping[Format, CheckpointWriter] = {
-    "pt": TorchFile(), "safetensors": Safetensors(), "hf": HuggingFace(), "dcp": Dcp(),
+# Each writes one format, as a whole or not at all, and returns remarks for the user. They raise SnapshotFailed
+WRITERS: Mapping[Format, Callable[[Content, Path], list[str]]] = {
+    "pt": _torch_file, "safetensors": _safetensors, "hf": _hugging_face, "dcp": _dcp,
 }  # fmt: skip
 
 

@@ -11,11 +11,13 @@ from typing import get_args
 
 import torch
 
+from rallypoint.config.resolve import parse
+from rallypoint.config.tree import steps_plainly
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Shard, TensorSpec
 from rallypoint.core.modes import Feature
 from rallypoint.core.optimizer import ENTRY
-from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError
+from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed
 from rallypoint.store.checkpoints import WRITERS, Content, OptimizerState
 from rallypoint.store.manifest import Manifest, age
 from rallypoint.store.record import AVERAGE, AVERAGED, MASTER, OWN, ShardRecord
@@ -69,20 +71,21 @@ def export_snapshot(
     Raises ConfigError for another ending, SnapshotError when nothing has been averaged, when no figure says
     which is the best, or when there is no usable snapshot, SnapshotFailed when `to` cannot be written.
     """
-    writer = WRITERS[format or _form_of(to)]
-    writer.check(to)
+    form = format or _form_of(to)
+    if form == "dcp" and (to.is_symlink() or to.exists()):
+        raise SnapshotFailed(f"{to} is there already: a checkpoint of this format is a new folder")
     store, manifest, said = _find(location)
     if best:
         manifest, judged = best_of(store, manifest)
         said = [judged, *said]
     job = manifest.job
-    moments = writer.takes_optimizer(job)
+    moments = form == "pt" or (form == "dcp" and steps_plainly(parse(job.config)))
     wanted = {MASTER, AVERAGE} if average else {MASTER}
     flat = _Flat(store, manifest, lambda name: name in wanted or (moments and name != AVERAGE))
     model = flat.average() if average else flat.model()
     optimizer = flat.optimizer() if moments else None
     content = Content(manifest, model, optimizer, average)
-    said = [*writer.write(content, to), *said]
+    said = [*WRITERS[form](content, to), *said]
     if moments and Feature.OWN_OPTIMIZER in job.features:
         said = ["without an optimizer's state: the script's own optimizer goes on with `rallypoint resume`", *said]
     what = f"the average of {_counted(model)}" if average else _counted(model)

@@ -163,8 +163,6 @@ class Files:
 
 def _sync_folder(full: str) -> None:
     """Flush a folder to the disk: it holds the names of its files."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return  # Windows: folders cannot be opened, and renames need no flush
     descriptor = os.open(full, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -175,7 +173,6 @@ def _sync_folder(full: str) -> None:
 BUFFER_BYTES = 4 << 20
 _ALIGNMENT = 4096  # of memory, position and length: a multiple of every disk's logical block
 _LARGE = 1 << 16
-_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFile:
@@ -191,12 +188,12 @@ class DirectFile:
 
     def __init__(self, path: str, buffer: mmap) -> None:
         self._buffer, self._filled = memoryview(buffer), 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        self._direct = _DIRECT != 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._direct = True
         try:
-            self._descriptor = os.open(path, flags | (_DIRECT if self._direct else 0), 0o666)
+            self._descriptor = os.open(path, flags | os.O_DIRECT, 0o666)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._direct:
+            if error.errno != errno.EINVAL:
                 raise
             self._direct = False  # not supported here (files in memory, network filesystems)
             with contextlib.suppress(FileNotFoundError):
@@ -245,7 +242,7 @@ class DirectFile:
     def _go_through_the_cache(self) -> None:
         if self._direct:
             flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             self._direct = False
 
 
@@ -285,23 +282,20 @@ def patiently(
     an exception from it ends the tries. Damage and a wrong format are raised at once. The last transient error is
     raised as a SnapshotError that says what to do.
     """
-    for delay in DELAYS_S:
+    for delay in (*DELAYS_S, None):
         try:
             return call()
         except Exception as error:  # remote filesystems raise exceptions of any type
-            if not _is_transient(error):
+            if isinstance(error, RallypointError) and not isinstance(error, StoreSilent):
                 raise
+            if delay is None:
+                raise SnapshotError(
+                    f"{sentence_of(error)} ({len(DELAYS_S) + 1} tries, {doing}): when it answers again, go on with "
+                    "`rallypoint resume`"
+                ) from error
             say(f"{doing}: {sentence_of(error)}; trying again in {delay:g} s")
         (pause or time.sleep)(delay)
-    try:
-        return call()
-    except Exception as error:
-        if not _is_transient(error):
-            raise
-        raise SnapshotError(
-            f"{sentence_of(error)} ({len(DELAYS_S) + 1} tries, {doing}): when it answers again, go on with "
-            "`rallypoint resume`"
-        ) from error
+    raise AssertionError("the last try returns or raises")
 
 
 def read_again(call: Callable[[], _T]) -> _T:
@@ -319,10 +313,6 @@ def read_again(call: Callable[[], _T]) -> _T:
             log.warning("a file of a snapshot cannot be read: %s; trying again in %g s", error, pause)
         time.sleep(pause)
     return call()
-
-
-def _is_transient(error: Exception) -> bool:
-    return isinstance(error, StoreSilent) or not isinstance(error, RallypointError)
 
 
 END_PATIENCE_S = 10.0  # seconds that a store may still take when the job is over
@@ -360,7 +350,7 @@ def journal_mode(path: Path) -> str:
     """
     try:
         mounts = _MOUNTS.read_text(errors="replace")
-    except OSError:  # no Linux
+    except OSError:  # there is no /proc
         return WAL
     return ROLLBACK if _SHARED.fullmatch(kind_of(path.resolve(), mounts)) else WAL
 

@@ -130,7 +130,7 @@ class SnapshotWriter:
     # ---- on the writer's thread ----
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
+        with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (part := self._next()) is not None:
             self._writing = part.snapshot

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import resource
 import secrets
 import socket
 import struct
@@ -33,6 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rallypoint.core.typed import Name
 from rallypoint.errors import RallypointError, UsageError
+from rallypoint.observe.usage import most_files
 from rallypoint.watch.follow import Follower
 from rallypoint.watch.state import RunState, Series, differing
 
@@ -48,28 +48,22 @@ _KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 Answer = Callable[[Request], Awaitable[Response]]
 
 
-class Lock:
-    """Gives answers to who has `token`: ``lock(answer)`` is one that asks for it first, in the header HEADER.
+def locked(token: str, answer: Answer) -> Answer:
+    """Give answers to who has `token`, in the header HEADER.
 
     It is in no cookie: a browser sends those of 127.0.0.1 to each of its ports, where other users may have servers. The
     page takes it out of the address ``/?token=TOKEN``, and keeps it in the storage of its tab.
     """
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    async def asked(request: Request) -> Response:
+        if hmac.compare_digest(request.headers.get(HEADER, "").encode(), token.encode()):
+            response = await answer(request)
+        else:
+            response = PlainTextResponse("open the address that `rallypoint watch` has printed, with its token\n", 403)
+        response.headers.update(_HEADERS)
+        return response
 
-    def __call__(self, answer: Answer) -> Answer:
-        async def locked(request: Request) -> Response:
-            if hmac.compare_digest(request.headers.get(HEADER, "").encode(), self._token.encode()):
-                response = await answer(request)
-            else:
-                response = PlainTextResponse(
-                    "open the address that `rallypoint watch` has printed, with its token\n", 403
-                )
-            response.headers.update(_HEADERS)
-            return response
-
-        return locked
+    return asked
 
 
 def middleware() -> list[Middleware]:
@@ -278,7 +272,7 @@ class Page:
         self._resolved = resolved
         self._follower, self._facts = follower, {**facts, "buttons": operator is not None}
         self._streams, self.closing = 0, False
-        lock = Lock(token)
+        lock = partial(locked, token)
         routes = [Route("/healthz", healthy), Route("/run", lock(self._whole)), Route("/news", lock(self._stream))]
         routes.append(Route("/settings", lock(self._settings)))
         if operator is not None:
@@ -346,7 +340,7 @@ class ComparisonPage:
     def __init__(
         self, followers: Mapping[str, Follower], settings: Mapping[str, Mapping[str, str]], token: str
     ) -> None:
-        self._followers, self.closing, lock = followers, False, Lock(token)
+        self._followers, self.closing, lock = followers, False, partial(locked, token)
         self._differ = differing(settings)
         routes = [Route("/healthz", healthy), Route("/runs", lock(self._runs))]
         routes += [Route(f"/{path}", file(name)) for path, name in _COMPARED.items()]
@@ -388,7 +382,7 @@ class Visitors:
 
     def __init__(self, most: int = 0) -> None:
         """`most`: 0: MOST, or a quarter of the files that this process may open."""
-        self.most = most or max(4, min(MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self.most = most or max(4, min(MOST, most_files() // 4))
         self._open: dict[Visitor, None] = {}
 
     def protocol(self) -> type[asyncio.Protocol]:

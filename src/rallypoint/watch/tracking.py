@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import html
 import importlib.util
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rallypoint.errors import UsageError, to_install
-from rallypoint.own_files import opened, read_file
+from rallypoint.own_files import lock_within, opened, read_file
 from rallypoint.watch.follow import Event, Log, check_log
 from rallypoint.watch.state import EVALUATION, RunState
 
@@ -157,21 +156,12 @@ def _alone(place: Path) -> Iterator[None]:
     with opened(place.parent) as folder:
         lock = folder.lock_file(place.with_suffix(".lock").name)
     try:
-        deadline = time.monotonic() + PREDECESSOR_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UsageError(
-                        f"another process writes {place.parent} for the same tracker already, as `rallypoint run "
-                        "--track` does: there is nothing left to do"
-                    ) from None
-                time.sleep(_LOOK_S)
-                continue
-            except OSError:  # a file system without locks
-                pass
-            break
+        with contextlib.suppress(OSError):  # a file system without locks
+            if not lock_within(lock, PREDECESSOR_S, _LOOK_S):
+                raise UsageError(
+                    f"another process writes {place.parent} for the same tracker already, as `rallypoint run --track` "
+                    "does: there is nothing left to do"
+                )
         yield
     finally:
         os.close(lock)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -35,14 +34,9 @@ _AWAY = "the coordinator is gone before it has answered; waiting for the next on
 _AGAIN = "the coordinator is back, and was asked again"
 
 
-class _MemberLink(enum.Enum):
-    """What has become of the link to the coordinator."""
-
-    BROKEN = enum.auto()
-    WHOLE = enum.auto()  # again, maybe with another coordinator: it knows nothing of the question
-
-
-Answers = queue.SimpleQueue[Message | RallypointError | _MemberLink]
+# True: the link to the coordinator is whole again, maybe with another one, which knows nothing of the question; False:
+# it is broken
+Answers = queue.SimpleQueue[Message | RallypointError | bool]
 Say = Callable[[str], None]
 
 
@@ -126,10 +120,10 @@ def _answered(
         link.send(wanted)
         while True:
             answer = _next(answers, otherwise, seconds, max(0.0, deadline - time.monotonic()))
-            if not isinstance(answer, _MemberLink):
+            if not isinstance(answer, bool):
                 if text := told(answer):
                     return text
-            elif answer is _MemberLink.WHOLE:
+            elif answer:
                 link.send(wanted)
                 say(_AGAIN)
                 said = False
@@ -163,10 +157,7 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
     me = Identity("observer", id, role_token(where.token, "observer"))
     link = CoordinatorLink(
         transport=transport_of(where.tls, "observer"), address=where.coordinator, me=me,
-        handlers=Handlers(
-            answers.put, answers.put,
-            on_link=lambda whole: answers.put(_MemberLink.WHOLE if whole else _MemberLink.BROKEN),
-        ),
+        handlers=Handlers(answers.put, answers.put, on_link=answers.put),
     )  # fmt: skip
     link.start()
     try:
@@ -175,7 +166,7 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
         link.close()
 
 
-def _next(answers: Answers, otherwise: str, patience: float, left: float) -> Message | _MemberLink:
+def _next(answers: Answers, otherwise: str, patience: float, left: float) -> Message | bool:
     """Return the coordinator's next message. Raises JobAborted when the job is over, LinkError when nothing comes.
 
     It waits for what is `left` of `patience` seconds.

@@ -27,7 +27,7 @@ from rallypoint.launch.commands.resume import command_of, start_of
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, coordinated, token_file
-from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
+from rallypoint.launch.lifeline import LIFELINE_THREAD, handled, hold_lifeline
 from rallypoint.launch.observing.health import Health, of_process, stuck_for
 from rallypoint.launch.observing.stacks import keep_stacks
 from rallypoint.launch.options import check_script
@@ -201,14 +201,9 @@ def _told_to_go(folder: str) -> Iterator[None]:
             os.write(1, f"told to go: another coordinator with --folder {folder} goes on with the job\n".encode())
         os._exit(128 + number)
 
-    if (before := signal.getsignal(signal.SIGTERM)) is signal.SIG_IGN:
+    heeded = signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
+    with handled([signal.SIGTERM] if heeded else [], go):
         yield
-        return
-    signal.signal(signal.SIGTERM, go)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def check_reachable(role: str, bind: str, advertise: str, coordinator: str) -> None:

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -20,6 +19,8 @@ from rallypoint.config import parse
 from rallypoint.core.cluster.terms import copies_of
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Bytes, Feature
+from rallypoint.core.protocol import Applied, Planned
+from rallypoint.core.view import ViewNumber
 from rallypoint.errors import JobAborted
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Handle
@@ -28,6 +29,7 @@ from rallypoint.launch.plan import Launch
 from rallypoint.launch.run import INTERRUPTED, ClusterRun, launch
 from rallypoint.store.export import model_state
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.watch.follow import Log
 from rallypoint.worker.tensors import state_hash
 
 _WINDOW_S = 20.0  # seconds after a fault in which its stall is searched
@@ -88,27 +90,20 @@ class ChaosReport(msgspec.Struct, frozen=True):
         return self.hashes[0] == self.hashes[1]
 
 
-class _Entry(msgspec.Struct):
-    type: str
-    step: int = -1
-    replicas: int = 0
-    at: float = 0.0
-    generation: Any = None
-
-
 def ledger_of(folder: Path, rounds: int, samples: int) -> RoundsLedger:
     """Read the ledger of a run from its event log."""
     applied: dict[int, set[int]] = {}
-    times: dict[tuple[int, str], float] = {}  # by round and generation: a roll-back makes a round once more
+    times: dict[tuple[int, ViewNumber], float] = {}  # by round and generation: a roll-back makes a round once more
     replicas = 0
-    for line in (folder / "events.jsonl").read_bytes().splitlines():
-        entry = msgspec.json.decode(line, type=_Entry)
-        if entry.type == "Planned":
-            replicas = entry.replicas
-        elif entry.type == "Applied":
-            applied.setdefault(entry.step, set()).add(entry.replicas)
-            made = (entry.step, str(entry.generation))
-            times[made] = min(entry.at, times.get(made, entry.at))  # the backup of the first shard reports it later
+    log = Log(folder)
+    for message, _ in itertools.chain.from_iterable(iter(log.piece, None)):
+        match message:
+            case Planned():
+                replicas = message.replicas
+            case Applied(step=step, at=at):
+                applied.setdefault(step, set()).add(message.replicas)
+                made = (step, message.generation)
+                times[made] = min(at, times.get(made, at))  # the backup of the first shard reports it later
     return RoundsLedger(
         rounds=rounds, samples=samples, missing=[r for r in range(rounds) if r not in applied],
         wrong=[r for r in range(rounds) if r in applied and applied[r] != {replicas}], times=sorted(times.values()),
@@ -183,50 +178,37 @@ _SETTLE_S = 15.0  # seconds after which the next fault comes, even if the cluste
 _SPREAD_S = 0.6  # seconds: each fault comes at a random time within so long of when it could
 
 
-class ChaosFault(msgspec.Struct, frozen=True):
-    """A fault to cause. `what` is kill worker|server|aggregator|coordinator, stop worker, resize N or everything."""
-
-    what: str
-
-    @property
-    def kind(self) -> str:
-        """Return kill, stop, resize or everything."""
-        return self.what.split()[0]
-
-    @property
-    def object(self) -> str:
-        """Return the role that is hit, or the number of workers to resize to."""
-        return self.what.partition(" ")[2]
-
-
 class _EverythingDied(Exception):
     """We have killed all processes at once."""
 
 
 def random_faults(
     kills: int, resizes: Sequence[int], everything: bool, seed: int, servers: int, aggregators: int
-) -> list[ChaosFault]:
-    """Return a schedule: kills spread over workers, servers (if there are two), aggregators and coordinator; one stop
-    of a worker, and the rest, between them."""
+) -> list[str]:
+    """Return a schedule of faults: kill worker|server|aggregator|coordinator, stop worker, resize N, everything.
+
+    Kills are spread over workers, servers (if there are two), aggregators and coordinator; one stop of a worker, and
+    the rest, are between them.
+    """
     rng = random.Random(seed)
     shares = [("worker", 5), ("coordinator", 1), *([("server", 4)] if servers > 1 else [])]
     shares += [("aggregator", 2)] if aggregators else []
     total = sum(share for _, share in shares)
-    faults = [ChaosFault(f"kill {role}") for role, share in shares for _ in range(kills * share // total)]
-    faults += [ChaosFault("kill worker") for _ in range(kills - len(faults))]
-    faults.append(ChaosFault("stop worker"))
+    faults = [f"kill {role}" for role, share in shares for _ in range(kills * share // total)]
+    faults += ["kill worker" for _ in range(kills - len(faults))]
+    faults.append("stop worker")
     rng.shuffle(faults)
     for index, size in enumerate(resizes):
-        faults.insert((index + 1) * len(faults) // (len(resizes) + 1), ChaosFault(f"resize {size}"))
+        faults.insert((index + 1) * len(faults) // (len(resizes) + 1), f"resize {size}")
     if everything:
-        faults.insert(len(faults) // 2, ChaosFault("everything"))
+        faults.insert(len(faults) // 2, "everything")
     return faults
 
 
 class Chaos:
     """Causes the faults in a run, one after the other, each when the cluster has recovered from the last."""
 
-    def __init__(self, faults: Sequence[ChaosFault], steps: int, seed: int) -> None:
+    def __init__(self, faults: Sequence[str], steps: int, seed: int) -> None:
         self._faults, self._steps = list(faults), steps
         self._total = len(self._faults)
         self._random = random.Random(seed)
@@ -255,9 +237,9 @@ class Chaos:
         self._last = time.monotonic()
         whom = self._strike(fault, run)
         number = f"{len(self.events) + 1}/{self._total}"
-        run.console.console.print(f"[bold red]chaos[/bold red] {number}: {fault.what} {whom}")
-        self.events.append(Event(time.time(), fault.what, whom, run.console.state.step, run.console.state.again))
-        if fault.kind == "everything":
+        run.console.console.print(f"[bold red]chaos[/bold red] {number}: {fault} {whom}")
+        self.events.append(Event(time.time(), fault, whom, run.console.state.step, run.console.state.again))
+        if fault == "everything":
             raise _EverythingDied
 
     def _due(self, run: ClusterRun) -> bool:
@@ -277,25 +259,25 @@ class Chaos:
         here = here and len(members.aggregators) >= run.supervisor.wanted["aggregator"]
         return here and safe and bool(run.of_role("coordinator"))
 
-    def _strike(self, fault: ChaosFault, run: ClusterRun) -> str:
-        match fault.kind:
-            case "kill" | "stop":
-                return self._hit(fault, run)
-            case "resize":
-                return self._resize(int(fault.object), run)
+    def _strike(self, fault: str, run: ClusterRun) -> str:
+        match fault.split():
+            case "resize", size:
+                return self._resize(int(size), run)
+            case how, role:
+                return self._hit(role, run, kills=how == "kill")
             case _:
                 for handle in run.handles.values():
                     handle.signal(signal.SIGKILL)
                 return "processes at once"
 
-    def _hit(self, fault: ChaosFault, run: ClusterRun) -> str:
-        alive = run.of_role(fault.object)
+    def _hit(self, role: str, run: ClusterRun, *, kills: bool) -> str:
+        alive = run.of_role(role)
         busy = set(run.console.state.view.workers) if run.console.state.view is not None else set()
         computing = [handle for handle in alive if handle.command.name in busy]
         if not alive:
             return "(nobody there)"
         victim = self._random.choice(computing or alive)
-        if fault.kind == "kill":
+        if kills:
             victim.signal(signal.SIGKILL)
         else:
             victim.signal(signal.SIGSTOP)
@@ -316,7 +298,7 @@ class Chaos:
 
 
 def chaos(
-    plan: Launch, faults: Sequence[ChaosFault], seed: int, console: Console, *, json: Path | None = None,
+    plan: Launch, faults: Sequence[str], seed: int, console: Console, *, json: Path | None = None,
     overwrite: bool = False, made: bool = False,
 ) -> int:  # fmt: skip
     """Run `plan` undisturbed and then under `faults`; print the table and the verdict.

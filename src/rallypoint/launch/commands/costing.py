@@ -22,8 +22,7 @@ from rich.text import Text
 
 from rallypoint.codec.spec import CodecSpec
 from rallypoint.config import JobConfig
-from rallypoint.config.checks import check_values
-from rallypoint.config.keys import check_keys
+from rallypoint.config.keys import check_settings
 from rallypoint.config.resolve import merged, overrides_from, parse, resolve
 from rallypoint.coordinator.journal import kept_state
 from rallypoint.core.cluster.terms import copies_of
@@ -283,8 +282,7 @@ def question_of(options: CostOptions, run: MeasuredRun | None = None) -> Questio
     """
     notes: list[str] = []
     overrides = overrides_from(None, options.sets or [])
-    check_keys(overrides)
-    check_values(overrides)
+    check_settings(overrides)
     config = parse(merged(run.config, overrides)) if run else resolve({}, overrides)
     layers = _layers_of(options) if run is None else _layers_of_run(options, run)
     hosts, per_host = _gpus_of(options, run)

@@ -12,7 +12,6 @@ import enum
 import itertools
 import os
 import platform
-import resource
 import shutil
 import signal
 import socket
@@ -23,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -42,7 +40,8 @@ from rallypoint.net.frames import PROTOCOL, Header, Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import COORDINATOR, Identity, introduce
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.observe.usage import usable_cores
+from rallypoint.observe.recording import version
+from rallypoint.observe.usage import most_files, usable_cores
 from rallypoint.store.files import Files
 
 _GPU_S = 20.0  # a driver that does not answer is a finding, not a reason to wait
@@ -98,12 +97,12 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def collect() -> MachineFacts:
     """Collect the facts about this machine. It imports torch, which takes seconds."""
-    capability, cuda, seen = _torch()
+    torch, capability, cuda, seen = _torch()
     gpus, trouble = _gpus()
     return MachineFacts(
-        host=socket.gethostname(), rallypoint=_version("rallypoint"), protocol=PROTOCOL,
-        python=platform.python_version(), torch=_version("torch"), processor=_processor(), capability=capability,
-        cores=usable_cores(), memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), files=_files(),
+        host=socket.gethostname(), rallypoint=version(), protocol=PROTOCOL,
+        python=platform.python_version(), torch=torch, processor=_processor(), capability=capability,
+        cores=usable_cores(), memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), files=most_files(),
         threads={name: os.environ[name] for name in _THREADS if name in os.environ}, cubic=_cubic(),
         clock=time.time(), gpus=gpus, gpu_trouble=trouble, cuda=cuda, gpus_seen=seen,
         kernels=_kernels(seen) if capability else "",
@@ -116,20 +115,14 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def _torch() -> tuple[str, str, int]:
-    """What torch says of the processor, of CUDA, and how many GPUs it can use."""
+def _torch() -> tuple[str, str, str, int]:
+    """What torch says of itself, of the processor, of CUDA, and how many GPUs it can use."""
     try:
         import torch
     except ImportError:
-        return "", "", 0
-    return torch.backends.cpu.get_cpu_capability(), torch.version.cuda or "", torch.cuda.device_count()
+        return "", "", "", 0
+    capability, cuda = torch.backends.cpu.get_cpu_capability(), torch.version.cuda or ""
+    return str(torch.__version__), capability, cuda, torch.cuda.device_count()
 
 
 def _kernels(gpus: int) -> str:
@@ -151,11 +144,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _files() -> int:
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1 << 53 if soft == resource.RLIM_INFINITY else soft
 
 
 def _cubic() -> bool:

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -89,12 +87,7 @@ def _imported(plan: Launch, checkpoint: Path, step: int, *, strict: bool) -> Imp
         task, answer = Path(place) / "task.json", Path(place) / "answer"
         order = ImportTask(str(checkpoint), step, plan.snapshots, str(answer), plan.folder, plan.overrides, strict)
         task.write_bytes(msgspec.json.encode(order))
-        ours = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT_")}
-        ours |= {environment.IMPORT: str(task)}
-        try:
-            done = subprocess.run(plan.worker, env=ours, stdin=subprocess.DEVNULL, check=False)
-        except OSError as error:
-            raise UsageError(f"the script cannot be started: {plan.worker[0]}: {error.strerror}") from None
+        status = environment.run_script(plan.worker, {environment.IMPORT: str(task)})
         if not answer.exists() or not SnapshotStore(plan.snapshots).holds_any():
-            raise UsageError(f"the script ended with status {done.returncode} before it had a snapshot: see above")
+            raise UsageError(f"the script ended with status {status} before it had a snapshot: see above")
         return msgspec.json.decode(answer.read_bytes(), type=Imported)

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.config.changes import Change, changed_record
-from rallypoint.config.checks import check_values
-from rallypoint.config.keys import check_keys
+from rallypoint.config.keys import check_settings
 from rallypoint.config.resolve import merged
 from rallypoint.coordinator.journal import kept_state
 from rallypoint.coordinator.service import JoinInfo
@@ -112,8 +111,7 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
     whose = ""
     if not kept and wishes.script != plan.script:
         whose = refuse_others_script(plan, "resuming", "give --original, which runs the copy that the run has kept")
-    check_keys(wishes.settings)
-    check_values(wishes.settings)
+    check_settings(wishes.settings)
     refuse_a_running_run(run)
     if "steps" not in wishes.settings:
         refuse_a_finished_run(run)

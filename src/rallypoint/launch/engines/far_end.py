@@ -17,13 +17,14 @@ import socket
 import sys
 import tarfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from rallypoint.errors import RallypointError
-from rallypoint.launch.engines.cluster import Command, devices_of
+from rallypoint.launch.engines.cluster import Command, Exit, devices_of
 from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 
 
@@ -56,14 +57,7 @@ class RunProcess(msgspec.Struct, frozen=True, tag=True):
     """Start a process. `number` names it from now on: names come back, when the coordinator is started again."""
 
     number: int
-    name: str
-    role: str
-    argv: tuple[str, ...]
-    env: dict[str, str]
-
-    def __repr__(self) -> str:
-        """All but `env`, in which tokens may be."""
-        return f"Run(number={self.number!r}, name={self.name!r}, role={self.role!r}, argv={self.argv!r})"
+    command: Command
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
@@ -95,19 +89,16 @@ class ProcessLine(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
-    """A process has ended; all of its lines came before. See `Exit`."""
+    """A process has ended; all of its lines came before."""
 
     process: int
-    status: int
-    signal: str = ""
-    reason: str = ""
-    started: bool = True
+    how: Exit
 
 
 ToHost = BeginHost | Unpack | RunProcess | Signal
 FromHost = Ready | Unpacked | ProcessLine | ProcessEnded
 PACKAGE = Path(__file__).parents[2]  # the folder of rallypoint, here
-GREETING = "rallypoint-remote-1"  # the first line from a host that is ours: a shell may print a welcome before it
+GREETING = "rallypoint-remote-2"  # the first line from a host that is ours: a shell may print a welcome before it
 
 
 _CONNECTION = "SSH_CONNECTION"  # sshd sets it: the client's address and port, this host's address and port
@@ -149,25 +140,25 @@ class FarEnd:
 
     def _run(self, run: RunProcess) -> None:
         assert self._begin is not None
-        argv = translated(run.argv, self._begin)
-        if run.role != "worker":  # a script's own arguments are left as they are
+        argv, number = translated(run.command.argv, self._begin), run.number
+        if run.command.role != "worker":  # a script's own arguments are left as they are
             here = self._begin.here
             argv = tuple(address_here() + w.removeprefix(here) if w.startswith(here) else w for w in argv)
-        command = Command(name=run.name, role=run.role, argv=argv, env=run.env)
+        command = replace(run.command, argv=argv)
         try:
-            process = self._cluster.start(command, lambda text: self._send(ProcessLine(run.number, text)))
+            process = self._cluster.start(command, lambda text: self._send(ProcessLine(number, text)))
         except RallypointError as error:
-            self._send(ProcessEnded(run.number, 127, reason=str(error), started=False))
+            self._send(ProcessEnded(number, Exit(127, reason=str(error), started=False)))
             return
-        self._processes[run.number] = process
-        thread = threading.Thread(target=self._wait, args=(run.number, process), name=f"end of {run.name}")
+        self._processes[number] = process
+        thread = threading.Thread(target=self._wait, args=(number, process), name=f"end of {command.name}")
         self._threads = [*(t for t in self._threads if t.is_alive()), thread]
         thread.start()
 
     def _wait(self, number: int, process: LocalProcess) -> None:
         how = process.wait()
         self._processes.pop(number, None)
-        self._send(ProcessEnded(number, how.status, how.signal, how.reason))
+        self._send(ProcessEnded(number, how))
 
     def _send(self, message: FromHost) -> None:
         self._write(msgspec.json.encode(message))

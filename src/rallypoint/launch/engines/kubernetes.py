@@ -20,6 +20,7 @@ from rallypoint.launch.plan import LAUNCHER, ON_LOOPBACK, option, parse_workers
 from rallypoint.net.certificates import CA, CERTIFICATE, KEY
 from rallypoint.net.handshake import new_token, role_token
 
+_LONG = 4096
 LONGEST_NAME = 63  # of whatever becomes part of a DNS name
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_SUBDOMAIN = 253
@@ -32,50 +33,24 @@ _IMAGE = re.compile(r"[!-~]+")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i?)?")
 
 
-def check_label(text: str, option: str) -> None:
-    """Raise UsageError unless `text` is a DNS label (RFC 1035), as names in Kubernetes must be."""
-    if len(text) > LONGEST_NAME or _LABEL.fullmatch(text) is None:
-        raise UsageError(
-            f"{option} {_shown(text)}: a name has small letters, digits and '-', begins "
-            f"with a letter and ends with a letter or a digit, and has at most {LONGEST_NAME} of them"
-        )
+_WORDS = {  # the most characters, what it is, and how that is said
+    "label": (LONGEST_NAME, _LABEL, "a name has small letters, digits and '-', begins with a letter and ends with a "
+              f"letter or a digit, and has at most {LONGEST_NAME} of them"),
+    "name": (_LONGEST_SUBDOMAIN, _SUBDOMAIN, "a name has small letters, digits, '-' and '.', begins and ends with a "
+             f"letter or a digit, and has at most {_LONGEST_SUBDOMAIN} of them"),
+    "quantity": (_LONG, _QUANTITY, "write 2 or 500m of a processor, 4Gi of memory or storage"),
+    "image": (_LONG, _IMAGE, "an image's name has no spaces: write NAME:TAG"),
+    "snapshot": (_LONG, _SNAPSHOT, "write JOB/SNAPSHOT, as gpt/step-00000120-10003, or URL/SNAPSHOT of a store "
+                 "elsewhere"),
+    "file": (_LONG, _FILE, "it cannot be the name of a file in a manifest: letters, digits, -._"),
+}  # fmt: skip
 
 
-def check_name(text: str, option: str) -> None:
-    """Raise UsageError unless `text` is a DNS subdomain (RFC 1123), as names of Secrets and claims are."""
-    if len(text) > _LONGEST_SUBDOMAIN or _SUBDOMAIN.fullmatch(text) is None:
-        raise UsageError(
-            f"{option} {_shown(text)}: a name has small letters, digits, '-' and '.', begins and ends with a letter or "
-            f"a digit, and has at most {_LONGEST_SUBDOMAIN} of them"
-        )
-
-
-def check_quantity(text: str) -> None:
-    """Raise UsageError unless `text` is "" or an amount, as Kubernetes writes it: ``500m``, ``2Gi``."""
-    if text and _QUANTITY.fullmatch(text) is None:
-        raise UsageError(f"'{text}' is no quantity: write 2 or 500m of a processor, 4Gi of memory or storage")
-
-
-def check_image(image: str) -> None:
-    """Raise UsageError unless this is an image's name."""
-    if not image:
-        raise UsageError("which image? give --image NAME:TAG: it needs rallypoint and your script")
-    if _IMAGE.fullmatch(image) is None:
-        raise UsageError(f"--image {image!r}: an image's name has no spaces: write NAME:TAG")
-
-
-def check_snapshot(text: str) -> None:
-    """Raise UsageError unless `text` names a snapshot of another job, with its place."""
-    if _SNAPSHOT.fullmatch(text) is None:
-        raise UsageError(
-            f"--resume {text!r}: write JOB/SNAPSHOT, as gpt/step-00000120-10003, or URL/SNAPSHOT of a store elsewhere"
-        )
-
-
-def check_file(name: str) -> None:
-    """Raise UsageError unless a script of this name can travel in a ConfigMap."""
-    if _FILE.fullmatch(name) is None:
-        raise UsageError(f"--send-script: {name!r} cannot be the name of a file in a manifest: letters, digits, -._")
+def check_word(kind: str, text: str, option: str) -> None:
+    """Raise UsageError, which names the option, unless `text` is one of this kind, as Kubernetes wants it."""
+    longest, pattern, must = _WORDS[kind]
+    if len(text) > longest or pattern.fullmatch(text) is None:
+        raise UsageError(f"{option} {text if text.isprintable() else repr(text)}: {must}")
 
 
 def node_label(text: str) -> tuple[str, str]:
@@ -86,10 +61,6 @@ def node_label(text: str) -> tuple[str, str]:
     if _LABEL_KEY.fullmatch(key) is None or _LABEL_VALUE.fullmatch(value) is None:
         raise UsageError(f"--spot {text!r} is no label of a node: as cloud.google.com/gke-spot=true")
     return key, value
-
-
-def _shown(text: str) -> str:
-    return text if text.isprintable() else repr(text)
 
 
 FOLDER = "/rallypoint"  # where the shared volume is mounted; each job has a folder in it
@@ -156,20 +127,23 @@ class RenderOptions(RunOptions, frozen=True, kw_only=True):
         self.plan([], folder=FOLDER)  # it raises for what is impossible
         if self.snapshots not in ("", "none") and "://" not in self.snapshots:
             raise UsageError(f"--snapshots {self.snapshots}: give a URL that all pods reach, none, or leave it out")
-        check_label(self.name, "--name")
+        check_word("label", self.name, "--name")
         longest = max(len("coordinator-0-0"), len(f"worker-0-{self.most - 1}"), len(f"server-{self.servers - 1}-0"))
         if (over := len(f"{self.name}--abcde") + longest - LONGEST_NAME) > 0:
             raise UsageError(f"the name {self.name} is too long for the names of its pods: take {over} letters off")
         for name in ("secret", "tls", "claim"):
             if given := getattr(self, name):
-                check_name(given, f"--{name}")
-        for size in (self.cpu, self.memory, self.server_memory, self.storage):
-            check_quantity(size)
-        check_image(self.image)
+                check_word("name", given, f"--{name}")
+        for name in ("cpu", "memory", "server_memory", "storage"):
+            if size := getattr(self, name):
+                check_word("quantity", size, f"--{name.replace('_', '-')}")
+        if not self.image:
+            raise UsageError("which image? give --image NAME:TAG: it needs rallypoint and your script")
+        check_word("image", self.image, "--image")
         if self.resume:
-            check_snapshot(self.resume)
+            check_word("snapshot", self.resume, "--resume")
         if self.send_script:
-            check_file(script.name)
+            check_word("file", script.name, "--send-script")
         _ = self.spot_label
 
     @property
@@ -358,5 +332,5 @@ def certificates(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _secret(name: str, data: dict[str, str]) -> dict[str, Any]:
-    check_name(name, "the Secret")
+    check_word("name", name, "the Secret")
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "type": "Opaque", "stringData": data}

@@ -76,25 +76,16 @@ class RemoteProcess:
     def __init__(self, command: Command, number: int, link: HostLink, output: Callable[[str], None]) -> None:
         self.command, self.link = command, link
         self.number, self.output = number, passed_on(command.name, output)
-        self._exit: Exit | None = None
-
-    @property
-    def host(self) -> Host:
-        """The machine that it runs on."""
-        return self.link.host
+        self.how: Exit | None = None  # it ended; None: it runs
 
     def exit(self) -> Exit | None:
         """Return None while the process runs; see `Handle.exit`."""
-        return self._exit
+        return self.how
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and to its children."""
-        if self._exit is None:
+        if self.how is None:
             self.link.send(Signal(self.number, number))
-
-    def ended(self, how: Exit) -> None:
-        """Note how it ended."""
-        self._exit = how
 
 
 class HostLink:
@@ -123,15 +114,10 @@ class HostLink:
         self._processes: dict[int, RemoteProcess] = {}
         self._settled = threading.Event()  # up, or failed
         self._errors: list[str] = []
-        self._problem = ""
+        self.problem = ""  # why there is no connection, as a phrase; "" while there is one
         self.address = ""
         self.up = False
         self.failed_at: float | None = None  # on the clock of time.monotonic; None while there is hope
-
-    @property
-    def problem(self) -> str:
-        """Why there is no connection, as a phrase; "" while there is one."""
-        return self._problem
 
     def connect(self) -> None:
         """Begin to connect, and return at once. Does nothing if that is done, or under way.
@@ -142,7 +128,7 @@ class HostLink:
             if self._client is not None:
                 return
             self._settled.clear()
-            self._errors, self._problem, self.failed_at = [], "", None
+            self._errors, self.problem, self.failed_at = [], "", None
             self._client = client = _started(self._shell.command(self.host))
             self._outgoing = queue.SimpleQueue()
             self._write(self._begin)
@@ -168,11 +154,10 @@ class HostLink:
 
     def run(self, process: RemoteProcess) -> None:
         """Start a process, now or as soon as the link is up. If there will be no link, the process ends as lost."""
-        command = process.command
         with self._lock:  # so that the link cannot be lost in between
             self.connect()
             self._processes[process.number] = process
-            self.send(RunProcess(process.number, command.name, command.role, command.argv, dict(command.env)))
+            self.send(RunProcess(process.number, process.command))
 
     def send(self, message: ToHost) -> None:
         """Send a message, now or as soon as the link is up. Without a link it is dropped."""
@@ -185,7 +170,7 @@ class HostLink:
     def close(self) -> None:
         """End the input of the far end, which kills its processes. Returns at once; see `join`."""
         with self._lock:
-            self._end_input()
+            self._outgoing.put(b"")
             if self._client is not None and not self.up:  # nothing runs there; the program may still wait for an answer
                 _signal(self._client, signal.SIGTERM)
 
@@ -209,10 +194,6 @@ class HostLink:
         """Write to the host, on the writer's thread: a host that hangs reads nothing. The lock is held."""
         self._outgoing.put(msgspec.json.encode(message) + b"\n")
 
-    def _end_input(self) -> None:
-        """End the input of the far end."""
-        self._outgoing.put(b"")
-
     def _note_errors(self, lines: BinaryIO) -> None:
         with lines:
             while line := lines.readline(_LONGEST):
@@ -229,10 +210,10 @@ class HostLink:
                         self._handle(decoder.decode(line))
                     greeted = greeted or line.rstrip().endswith(GREETING.encode())
         except msgspec.DecodeError as error:
-            self._problem = f"it sends what is no message: {error}"
+            self.problem = f"it sends what is no message: {error}"
         except OSError as error:  # the code that it is to get cannot be read
-            self._problem = str(error)
-        self._end_input()
+            self.problem = str(error)
+        self._outgoing.put(b"")
         with contextlib.suppress(subprocess.TimeoutExpired):
             client.wait(_END_S)
         _signal(client, signal.SIGKILL)  # what it has started may hold its standard error open
@@ -261,7 +242,7 @@ class HostLink:
                     process.output(text)
             case ProcessEnded():
                 if (process := self._processes.pop(message.process, None)) is not None:
-                    process.ended(Exit(message.status, message.signal, message.reason, started=message.started))
+                    process.how = message.how
 
     def _is_up(self) -> None:
         with self._lock:
@@ -272,20 +253,20 @@ class HostLink:
         self._settled.set()
 
     def _refuse(self, problem: str) -> None:
-        self._problem = problem
+        self.problem = problem
         self.close()
 
     def _lost(self, status: int, greeted: bool) -> None:
         """The connection is gone, and with it all processes: the far end kills them when its input ends."""
         with self._lock:
-            self._problem = self._problem or self._why(status, greeted)
+            self.problem = self.problem or self._why(status, greeted)
             self.up, self._client, self._waiting = False, None, []
             self.failed_at = time.monotonic()
             lost, self._processes = self._processes, {}
         self._settled.set()
-        how = Exit(128 + _LOST, _LOST.name, f"{self.host}: {self._problem}")
+        how = Exit(128 + _LOST, _LOST.name, f"{self.host}: {self.problem}")
         for process in lost.values():
-            process.ended(how)
+            process.how = how
 
     def _why(self, status: int, greeted: bool) -> str:
         """Return why the connection ended, from what the program has printed last."""
@@ -425,7 +406,7 @@ class RemoteCluster(Cluster):
     def _running(self) -> dict[Host, list[str]]:
         running: dict[Host, list[str]] = {host: [] for host in self._hosts}
         for process in self._started:
-            running[process.host].append(process.command.role)
+            running[process.link.host].append(process.command.role)
         return running
 
 

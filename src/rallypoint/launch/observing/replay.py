@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -389,19 +387,11 @@ def _place(url: str) -> str:
 def _computed(argv: tuple[str, ...], task: ReplayTask, threads: int, wanted: ReplayWanted) -> ReplayAnswer:
     order = Path(task.folder) / "task.json"
     order.write_bytes(msgspec.json.encode(task))
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT_")}
-    ours |= {environment.REPLAY: str(order), **environment.with_threads(threads)}
-    sys.stdout.flush()
-    try:
-        done = subprocess.run(
-            argv, env=ours, stdin=subprocess.DEVNULL, check=False,
-            stdout=sys.stderr.fileno() if wanted.quiet else None,
-        )  # fmt: skip
-    except OSError as error:
-        raise UsageError(f"the script cannot be started: {argv[0]}: {error.strerror}") from None
+    extra = {environment.REPLAY: str(order), **environment.with_threads(threads)}
+    status = environment.run_script(argv, extra, stdout=sys.stderr.fileno() if wanted.quiet else None)
     answer = Path(task.answer)
     if not answer.exists():
-        raise UsageError(f"the script ended with status {done.returncode} before step {task.step}: see above")
+        raise UsageError(f"the script ended with status {status} before step {task.step}: see above")
     return msgspec.json.decode(answer.read_bytes(), type=ReplayAnswer)
 
 
