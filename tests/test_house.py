@@ -46,7 +46,7 @@ BUDGETS = {
     "rows of the feature table": 34,
     "refused pairs": 48,
     "fields of View": 18,
-    "lines": 81_706,  # what it was after 346 fewer: the tree had 78 more than the budget of 81,974
+    "lines": 81_714,
     "files": 323,
     "folders": 34,
     "classes that share their name": 2,
