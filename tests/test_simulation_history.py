@@ -48,7 +48,7 @@ def _what_it_holds_is_kept(self: ServerMachine, view: View, *, restore: bool) ->
 @pytest.mark.some("published*")
 @pytest.mark.parametrize(("word", "first", "owner", "name", "bug", "said"), [
     ("sync", 0, ShardEffects, "_apply", _published_before_the_ack, r"publishes version .* while its backup"),
-    ("uneven:async", 120, LinkTable, "to_end", _links_that_stay, r"accepts version .* in view [\d.]+ it is \w+'s"),
+    ("uneven:async", 180, LinkTable, "to_end", _links_that_stay, r"accepts version .* in view [\d.]+ it is \w+'s"),
     ("async", 0, ServerMachine, "_new_generation", _what_it_holds_is_kept, "publishes version .* of generation"),
 ], ids=["published before the ack", "an older view's primary", "a version of an older generation"])  # fmt: skip
 def test_a_defect_is_found_that_changes_no_byte(

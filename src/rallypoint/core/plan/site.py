@@ -20,7 +20,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         add: seconds that a server's core takes to add a byte of a contribution to a sum (158 us for 1 MiB).
         apply: seconds that it takes to update a byte of parameters (fp32): AdamW, `foreach`.
-        own: seconds of a server's own thread for a byte of a contribution, where `threads` others add and update.
+        own: seconds of a server's own thread for a byte of a contribution (68 us for 1 MiB), where `threads` add it.
         step: the same of a worker's own optimizer, under DDP and FSDP: on a GPU 28 bytes of memory traffic for each
             parameter at 2 TB/s; ON_CPU where workers compute on processors.
         latency: seconds from the last byte of a message sent to its use at the other end: half a round trip, threads
@@ -29,7 +29,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     add: float = 1.5e-10
     apply: float = 5.2e-10
-    own: float = 4e-11
+    own: float = 6.5e-11
     threads: int = 1
     step: float = 3.5e-12
     latency: float = 0.5e-3
