@@ -217,7 +217,7 @@ class Played:
     def said(self) -> str:
         return self._said.getvalue()
 
-    def run(self, intervene: Callable[[ClusterRun], None] | None = None, **how: bool) -> int:
+    def run(self, intervene: Callable[[ClusterRun], None] = lambda run: None, **how: bool) -> int:
         console = RunConsole(Console(file=self._said, width=1000, highlight=False))
         return run.launch(self.plan, console, intervene, **how)
 
