@@ -149,7 +149,7 @@ class ShardEffects:
 
     def _run_on(self, index: int, owned: HeldShard, effect: shard_effects.Effect) -> None:
         match effect:
-            case shard_effects.Take() | shard_effects.Add() if self._is_much(index, owned):
+            case shard_effects.Take() | shard_effects.Add() if index in self.adding and self._is_much(index, owned):
                 self._hand_over(index)
                 self.updating[index].waiting.appendleft(partial(self._run_on, index, owned, effect))
             case shard_effects.Take():
@@ -231,12 +231,13 @@ class ShardEffects:
             parts.context.say(NotStored(parts.capture.snapshot, "a codec state did not come", at))
         parts.gathering.pop(index, None)
         timed = effect if self._together and not self.reductions else self._timed(index, effect)
-        if self._is_much(index, owned, self._beside.get(index, 0)):
+        if index in self._beside and self._is_much(index, owned, self._beside[index]):
             self._hand_over(
                 index, partial(self._update, index, owned, timed), then=partial(self._updated, index, owned, effect)
             )
             return
-        self.add_up(index)
+        if index in self.adding:
+            self.add_up(index)
         self._updated(index, owned, effect, self._update(index, owned, timed))
 
     def _finish_beside(self, index: int, owned: HeldShard, effect: shard_effects.Finish) -> None:
@@ -246,7 +247,6 @@ class ShardEffects:
         elif effect.measure:
             self.add_up(index)
             self.run(self._parts.decisions.measured(owned, effect))
-        # otherwise the update takes it along
 
     # ---- work on one shard: on a thread, or here while the owner is idle ----
 
