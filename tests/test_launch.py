@@ -365,6 +365,25 @@ def test_a_job_is_resized_while_it_runs_and_ends_with_the_same_bytes(tmp_path: P
     assert (kept.workers, kept.workers_start, kept.servers) == ((1, 1), 1, 1)
 
 
+@pytest.mark.slow
+def test_processes_listen_at_one_address_and_are_told_another(tmp_path: Path, undisturbed: str) -> None:
+    gate = tmp_path / "gate"
+    gate.write_text("5")
+    played = Played(tmp_path, GATED, bind="127.0.0.1:0", advertise="localhost")
+    told: list[str] = []
+
+    def looks(run: ClusterRun) -> bool:
+        (server,) = run.of_role("server")
+        told.extend((read_where(played.folder).coordinator, " ".join(server.command.argv)))
+        return True
+
+    moves = (at_step(5), looks, kills("coordinator"), kills("worker0"), opens(gate, 99))
+    assert played.run(until(*moves)) == 0, played.said
+    assert told[0].startswith("localhost:")
+    assert told[1].endswith("--bind 127.0.0.1:0 --advertise localhost")
+    assert (played.folder / "hash").read_text() == undisturbed
+
+
 def join_by_hand(played: Played) -> subprocess.Popen[str]:
     """Start the script as a user does who joins the running job."""
     where = read_where(played.folder)

@@ -54,6 +54,7 @@ def test_a_step_with_a_bad_replica_is_skipped_only_where_asked_for_and_the_repli
 @given(_NORMS)
 def test_the_total_norm_is_the_norm_of_the_whole(norms: list[float]) -> None:
     assert total_norm(norms) == pytest.approx(math.hypot(*norms), rel=1e-12)
+    assert total_norm(norms) == total_norm(sorted(norms)), "whatever order a server heard of them in, to the last bit"
 
 
 @given(st.integers(0, 2**31), st.floats(1e-3, 1e3), st.sampled_from([0.01, 0.5, 1.0, 5.0, 100.0]))

@@ -5,6 +5,7 @@ It speaks the protocol over two pipes, so no port is open and no package is need
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -89,6 +91,15 @@ class Tab:
                 if self.evaluate(_waits(condition), patience):
                     return
         raise TimeoutError(f"not within {patience:.0f} s: {condition}; errors: {self.errors}")
+
+    def screenshot(self, file: Path, *, whole: bool = False) -> None:
+        """Write a PNG of the window, or (`whole`) of all of the page."""
+        more: dict[str, Any] = {}
+        if whole:
+            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+            clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+            more = {"clip": clip, "captureBeyondViewport": True}
+        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", **more)["data"]))
 
     def call(self, method: str, patience: float = _PATIENCE_S, /, **parameters: Any) -> dict[str, Any]:
         """Call a method of the DevTools protocol and return its result."""
