@@ -214,12 +214,15 @@ def test_without_an_address_it_says_how_to_give_one(arguments: list[str], tmp_pa
     assert text == "error: which job? give --coordinator host:port or set RALLYPOINT_COORDINATOR\n"
 
 
-def test_ctrl_c_at_a_coordinator_that_was_started_by_hand_ends_the_job_for_all(members: Members) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_a_coordinator_without_a_folder_ends_the_job_for_all(
+    members: Members, number: signal.Signals
+) -> None:
     members.start("coordinator", "coordinator", "--bind", "127.0.0.1:0")
     address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
     members.start("server", "server", "--coordinator", address)
     members.until("server", r"(has joined the job)")
-    members.started["coordinator"].send_signal(signal.SIGINT)
+    members.started["coordinator"].send_signal(number)
     assert members.started["coordinator"].wait(40.0) == 130, members.said("coordinator")
     assert members.started["server"].wait(40.0) == 3, members.said("server")  # it would go on for 60 s without a word
     assert "server: the job failed: the coordinator was interrupted" in members.said("server")
@@ -320,16 +323,6 @@ def test_a_folder_whose_job_has_ended_says_so_to_who_starts_it_again(members: Me
     members.start("server", "server", "--coordinator", address)
     assert members.started["server"].wait(PATIENCE_S) == 0, members.said("server")
     assert members.said("server").endswith("server: the job was over before this server took part in it\n")
-
-
-def test_sigterm_at_a_coordinator_without_a_folder_ends_the_job_for_all(members: Members) -> None:
-    members.start("coordinator", "coordinator")
-    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
-    members.start("server", "server", "--coordinator", address)
-    members.until("server", r"(has joined the job)")
-    members.started["coordinator"].send_signal(signal.SIGTERM)
-    assert members.started["coordinator"].wait(40.0) == 130, members.said("coordinator")
-    assert members.started["server"].wait(40.0) == 3, members.said("server")
 
 
 @pytest.mark.slow

@@ -74,9 +74,7 @@ def replicas_of(job: Job) -> tuple[int, ...]:
 
 
 @pytest.mark.some("sample-1")
-@pytest.mark.parametrize(
-    ("how", "workers"), [("loop", 1), ("loop", 2), ("sample", 1), ("sample", 2), ("backward", 2)]
-)
+@pytest.mark.parametrize(("how", "workers"), [("loop", 1), ("loop", 2), ("sample", 1), ("sample", 2), ("backward", 2)])
 def test_an_error_of_a_script_costs_no_step_that_is_on_its_way(tmp_path: Path, how: str, workers: int) -> None:
     terms = Terms(workers_start=workers, workers_max=workers, servers=2, heartbeat=3.0, snapshots=True)
     with ProcessCluster(workers, 2, {"tune": "off"}, terms, str(tmp_path)) as cluster:

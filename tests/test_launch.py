@@ -44,7 +44,6 @@ from support.programs import Program, run_program
 
 pytestmark = pytest.mark.programs
 
-ROOT = Path(__file__).parent.parent
 LONG_RUN = """
 import torch, rallypoint as rp
 torch.manual_seed(0)
@@ -153,23 +152,6 @@ def test_a_coordinator_that_is_silent_is_named(tmp_path: Path, monkeypatch: pyte
 
     console = RunConsole(Console(file=said, width=1000, highlight=False))
     assert run.launch(plan, console, intervene) == run.INTERRUPTED
-
-
-@pytest.mark.slow
-def test_a_script_of_ones_own_trains_on_a_cluster_and_alone(tmp_path: Path) -> None:
-    script = str(ROOT / "examples" / "digits.py")
-    folder = tmp_path / "run"
-    options = ("--workers", "2", "--servers", "2", "--set", "steps=60", "--folder", str(folder))
-    argv = ["-m", "rallypoint.cli", "run", *options, script]
-    status, said = run_program(argv, tmp_path / "output", env=os.environ, timeout=240)
-    assert status == 0, said
-    assert "done: 60 steps" in said
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in events if e["type"] == "StepDone"] == list(range(60))
-    assert [e["step"] for e in events if e["type"] == "Metrics"] == [50, 60]
-    status, said = run_program([script], tmp_path / "output", env=os.environ, timeout=240)
-    assert status == 0, said
-    assert "done: 200 steps" in said
 
 
 @pytest.mark.slow
@@ -560,9 +542,7 @@ class _Hanging(Cluster):
         pass
 
 
-def test_who_does_not_end_after_the_job_is_waited_for_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_does_not_end_after_the_job_is_waited_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store hangs: it is let say so itself before it is killed."""
     assert cluster_run._CLOSE_S > END_PATIENCE_S
     for name in ("_CLOSE_S", "_ERROR_S"):
@@ -873,18 +853,3 @@ def test_a_worker_that_stands_by_fails_alone(tmp_path: Path) -> None:
     assert "worker2 is gone: it has failed: RuntimeError: only I fail" in said
     assert "worker2 ended with status 1 before it took part; the job goes on without it" in said
     assert "done: 40 steps" in said
-
-
-@pytest.mark.slow
-def test_files_of_the_working_folder_that_are_named_as_modules_of_python_s_end_nothing(tmp_path: Path) -> None:
-    """Plain ``python scripts/train.py`` does not look there either."""
-    for name in ("token", "queue", "random", "socket"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user, imported by mistake')\n")
-    script = tmp_path / "scripts" / "train.py"
-    script.parent.mkdir()
-    script.write_text("import beside\n" + LONG_RUN.replace("10**9", "2"))
-    (script.parent / "beside.py").write_text("")  # the script's own folder is where it looks first
-    argv = [str(Path(sys.executable).with_name("rallypoint")), "run", "--workers", "1", "--servers", "1", str(script)]
-    ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "imported by mistake" not in ended.stdout + ended.stderr

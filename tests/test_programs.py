@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from support.programs import Program, run_program
+from support.programs import run_program
 
 pytestmark = pytest.mark.programs
 
@@ -52,33 +49,3 @@ def test_a_warm_program_says_and_ends_as_a_cold_one(name: str, tmp_path: Path) -
     arguments = ["-c", SAME[name], "one", "two"]
     cold = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert run_program(arguments, tmp_path / "output", env=os.environ) == (cold.returncode, cold.stdout)
-
-
-def test_a_script_and_a_module_find_what_lies_beside_them(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("WORD = 'found'")
-    (tmp_path / "script.py").write_text("import beside; print(beside.WORD, __name__)")
-    for arguments in (["-m", "script"], [str(tmp_path / "script.py")]):
-        ended = run_program(arguments, tmp_path / "output", env=os.environ, cwd=tmp_path)
-        assert ended == (0, "found __main__\n")
-
-
-def test_an_exception_is_a_traceback_and_status_1(tmp_path: Path) -> None:
-    status, said = run_program(["-c", "raise ValueError('so')"], tmp_path / "output", env=os.environ)
-    assert (status, said.splitlines()[-1], said.count("Traceback")) == (1, "ValueError: so", 1)
-
-
-def test_a_program_carries_its_name_and_is_ended_by_a_signal(tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    wait = "import signal; print('up', flush=True); signal.pause()"
-    program = Program(["-c", wait], output, {**os.environ, "RALLYPOINT_ID": "worker7"})
-    try:
-        process = psutil.Process(program.pid)
-        while not (output.exists() and output.read_text() == "up\n"):
-            assert program.poll() is None
-            time.sleep(0.01)
-        assert process.name() == "worker7"
-        with pytest.raises(subprocess.TimeoutExpired):
-            program.wait(0)
-    finally:
-        program.send_signal(signal.SIGTERM)
-        assert program.wait() == -signal.SIGTERM

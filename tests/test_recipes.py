@@ -205,10 +205,6 @@ class TestResNet:
         assert loaded.config == model.config
         assert torch.equal(loaded(images), model.eval()(images))
 
-    def test_loading_from_an_empty_folder_says_what_to_give(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="holds no trained ResNet"):
-            ResNet.load(tmp_path)
-
     @pytest.mark.parametrize("blocks", [(), (1, 0)])
     def test_an_impossible_shape_is_refused(self, blocks: tuple[int, ...]) -> None:
         with pytest.raises(ConfigError):

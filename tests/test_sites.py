@@ -25,9 +25,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs]
 SITES, LOST = 3, 2
 STEPS, AT, AWAY_TO, BACK_TO = 160, 24, 64, 120  # steps: all, when a site is lost, until when, and until when all go on
 PATIENCE_S = 200.0
-TERMS = Terms(
-    workers_start=SITES, workers_max=SITES, servers=SITES, replication=2, heartbeat=1.0, snapshots=False
-)  # fmt: skip
+TERMS = Terms(workers_start=SITES, workers_max=SITES, servers=SITES, replication=2, heartbeat=1.0, snapshots=False)
 
 
 def _work(pipe: Connection, token: str, host: Host, id: str, address: str, home: Path) -> None:

@@ -98,18 +98,6 @@ def test_a_coordinator_that_dies_quickly_again_and_again_is_given_up_with_the_ca
     ]
 
 
-def test_quick_deaths_are_answered_more_and_more_slowly() -> None:
-    supervisor = running(workers=1)
-    starts = []
-    now = 0.0
-    for n in range(4):
-        supervisor.ended(f"worker{n}", KILLED, now)
-        while not any(isinstance(d, StartProcess) for d in supervisor.due(now)):
-            now += 0.1
-        starts.append(round(now, 1))
-    assert starts == [0.0, 0.2, 1.2, 4.2]
-
-
 def test_the_pause_before_a_restart_is_said() -> None:
     supervisor = running(workers=1)
     said = []
@@ -281,12 +269,6 @@ def test_a_worker_that_is_killed_while_it_drains_is_not_replaced() -> None:
     assert supervisor.due(7.0) == []
 
 
-def test_the_same_size_twice_changes_nothing() -> None:
-    supervisor = running(workers=2)
-    supervisor.resized({"worker": 4}, 5.0)
-    assert supervisor.resized({"worker": 4}, 5.1) == []
-
-
 def test_without_restart_the_first_death_fails_the_run() -> None:
     supervisor = running(limits=RestartLimits(restart=False))
     supervisor.ended("server0", KILLED, 1.0)
@@ -301,20 +283,11 @@ def test_a_server_that_has_handed_over_takes_no_other_with_it_that_is_to_be_star
     assert supervisor.due(20.1) == [StartProcess("server3", "server")]
 
 
-def test_a_worker_that_has_left_takes_no_other_with_it_that_is_to_be_started_again() -> None:
-    supervisor = running(workers=3)
-    supervisor.ended("worker0", KILLED, 20.0)
-    assert supervisor.ended("worker2", WELL, 20.0) == []
-    assert supervisor.due(20.0) == [StartProcess("worker3", "worker")]
-
-
 def test_a_worker_that_never_took_part_takes_no_other_with_it_that_is_to_be_started_again() -> None:
     supervisor = running(workers=2)
     supervisor.resized({"worker": 3}, 20.0)
     supervisor.ended("worker0", KILLED, 21.0)
-    assert supervisor.ended("worker2", ERROR, 21.0) == [
-        Warn(f"worker2 ended with status 1 {WITHOUT_IT}")
-    ]
+    assert supervisor.ended("worker2", ERROR, 21.0) == [Warn(f"worker2 ended with status 1 {WITHOUT_IT}")]
     assert supervisor.due(21.0) == [StartProcess("worker3", "worker")]
 
 
@@ -329,9 +302,7 @@ def test_while_the_coordinator_ends_the_job_itself_a_failure_waits_and_what_dies
     holding(supervisor, 20.0)
     assert supervisor.due(21.0) == []
     assert supervisor.ended("server0", KILLED, 21.0) == [Warn("server0 was killed (SIGKILL): starting another")]
-    assert supervisor.ended("coordinator", KILLED, 21.0) == [
-        Warn("coordinator was killed (SIGKILL): starting another")
-    ]
+    assert supervisor.ended("coordinator", KILLED, 21.0) == [Warn("coordinator was killed (SIGKILL): starting another")]
     assert supervisor.due(21.0) == [StartProcess("server1", "server"), StartProcess("coordinator", "coordinator")]
     assert supervisor.due(22.0) == []
 

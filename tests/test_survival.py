@@ -347,17 +347,6 @@ def test_the_coordinator_killed_mid_step_changes_no_byte(cluster: Cluster, undis
 
 
 @pytest.mark.slow
-def test_all_workers_killed_at_once_change_no_byte(cluster: Cluster, undisturbed: Cluster) -> None:
-    cluster.run("--workers", "2", "--servers", "1")
-    cluster.until_caught_up(AT)
-    for name, process in cluster.processes().items():
-        if name.startswith("worker"):
-            process.kill()
-    cluster.ends(undisturbed.hash)
-    assert cluster.output.count("starting another") == 2
-
-
-@pytest.mark.slow
 def test_a_worker_that_is_told_to_go_hands_its_work_over(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_caught_up(AT)

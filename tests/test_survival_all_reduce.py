@@ -103,25 +103,6 @@ def test_a_server_killed_mid_step_loses_nothing_because_it_had_nothing(cluster: 
     assert "going back" not in cluster.output
 
 
-def test_the_coordinator_killed_mid_step_changes_no_byte(cluster: Cluster, under_sync: Cluster) -> None:
-    cluster.run("--workers", "2", "--servers", "2", *ALL_REDUCE)
-    cluster.until_caught_up(AT)
-    cluster.processes()["coordinator"].kill()
-    _ends_like(cluster, under_sync)
-
-
-@pytest.mark.slow
-def test_when_all_workers_are_killed_the_last_snapshot_has_the_state(cluster: Cluster, under_sync: Cluster) -> None:
-    cluster.run("--workers", "2", "--servers", "1", "--snapshot-steps", "3", *ALL_REDUCE)
-    _until_stored(cluster)
-    for name, process in cluster.processes().items():
-        if name.startswith("worker"):
-            process.kill()
-    cluster.until(lambda: "going on from snapshot" in cluster.output)
-    _ends_like(cluster, under_sync)
-    assert "the model's state is lost with the workers that had it: going back to the last snapshot" in cluster.output
-
-
 @pytest.mark.slow
 def test_a_worker_that_is_told_to_go_hands_the_state_to_the_one_that_stands_by(
     cluster: Cluster, under_sync: Cluster
@@ -137,31 +118,6 @@ def test_a_worker_that_is_told_to_go_hands_the_state_to_the_one_that_stands_by(
     assert alive(victim), "it is asked to go, not shot"
     _ends_like(cluster, under_sync)
     assert "going back" not in cluster.output
-
-
-@pytest.mark.slow
-def test_a_job_grows_and_a_standby_worker_takes_over(cluster: Cluster, under_sync: Cluster) -> None:
-    cluster.run("--workers", "1:2", "--servers", "1", "--standby", "1", *ALL_REDUCE)
-    cluster.until_caught_up(AT)
-    cluster.until(lambda: len(_computing(cluster)) == 2)
-    cluster.until(lambda: len(cluster.members["standby"]) == 1)
-    standby = cluster.members["standby"][0]
-    cluster.until_caught_up(AT + 1)
-    cluster.processes()[_computing(cluster)[0]].kill()
-    cluster.until(lambda: standby in _computing(cluster))
-    _ends_like(cluster, under_sync)
-    assert "going back" not in cluster.output
-
-
-@pytest.mark.slow
-def test_everything_dies_and_resume_needs_nothing_but_the_folder(cluster: Cluster, under_sync: Cluster) -> None:
-    cluster.run("--workers", "2", "--servers", "2", "--snapshot-steps", "3", *ALL_REDUCE)
-    _until_stored(cluster)
-    cluster.kill_everything()
-    newest = (cluster.folder / "snapshots" / "latest").read_text().split()[0]  # one more may have been stored by now
-    cluster.resume()
-    cluster.until(lambda: f": snapshot {newest}" in cluster.output)
-    _ends_like(cluster, under_sync)
 
 
 @pytest.mark.slow

@@ -134,9 +134,7 @@ def test_a_worker_that_is_told_to_go_and_cannot_end_its_step_leaves_its_codec_st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [("bounded-staleness", "--set", "sync.staleness=2"), ("async",)])
-def test_in_a_streaming_job_too_a_worker_that_goes_holds_nobody_up(
-    cluster_of: Make, policy: tuple[str, ...]
-) -> None:
+def test_in_a_streaming_job_too_a_worker_that_goes_holds_nobody_up(cluster_of: Make, policy: tuple[str, ...]) -> None:
     cluster = cluster_of("topk")
     victim = told_to_go(cluster, "--set", f"sync.type={policy[0]}", *policy[1:])
     ends_a_step_and_leaves(cluster)
@@ -208,18 +206,4 @@ def test_after_a_roll_back_a_run_ends_with_the_same_bytes(cluster_of: Make, undi
     cluster.ends()
     assert cluster.hash == undisturbed(codec)
     assert f"going on from snapshot {taken['snapshot']}: version {taken['version']}" in cluster.output
-    assert "Traceback" not in cluster.output
-
-
-@pytest.mark.slow
-@every_codec
-def test_the_codec_states_of_a_killed_worker_are_lost_and_the_job_ends_without_them(
-    cluster_of: Make, codec: str
-) -> None:
-    cluster = cluster_of(codec)
-    cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_caught_up(AT)
-    cluster.processes()["worker1"].kill()
-    cluster.ends()
-    assert "worker1 was killed (SIGKILL): starting another" in cluster.output
     assert "Traceback" not in cluster.output

@@ -118,19 +118,6 @@ def test_a_standby_evaluates_while_workers_train_and_if_it_is_killed_another_doe
 
 
 @pytest.mark.slow
-def test_the_coordinator_is_killed_while_a_standby_evaluates(
-    cluster: EvaluatingCluster, undisturbed: EvaluatingCluster
-) -> None:
-    cluster.run("--workers", "2", "--standby", "1", "--servers", "2")
-    cluster.standby_evaluates()
-    cluster.until_caught_up(AT + 2)
-    cluster.processes()["coordinator"].kill()
-    cluster.go()
-    cluster.ends(undisturbed.hash)
-    assert sorted(cluster.figures()) == undisturbed.figures()
-
-
-@pytest.mark.slow
 def test_the_server_that_keeps_the_version_is_killed_while_a_standby_evaluates(
     cluster: EvaluatingCluster, undisturbed: EvaluatingCluster
 ) -> None:

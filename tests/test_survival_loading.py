@@ -35,26 +35,6 @@ def test_a_loader_process_and_then_a_worker_are_killed_and_no_byte_changes(
     cluster.until(lambda: not alive(orphan))
 
 
-def test_a_resume_on_another_number_of_workers_with_loader_processes_changes_no_byte(
-    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    with undisturbed_run(Cluster(tmp_path_factory.mktemp("undisturbed"))) as alone:
-        wanted = alone.hash
-
-    cluster.run("--workers", "2", "--servers", "2")
-    taken = cluster.snapshot_from(AT)
-    loaders = [child_of(cluster, name) for name in ("worker0", "worker1")]
-    cluster.kill_everything()
-    cluster.until(lambda: not any(map(alive, loaders)))
-
-    cluster.open(AT + 4)
-    cluster.resume("--workers", "3")
-    cluster.until(lambda: "worker2" in cluster.processes())
-    child_of(cluster, "worker2")
-    cluster.ends(wanted)
-    assert f": snapshot {taken['snapshot']}" in cluster.output
-
-
 def child_of(cluster: Cluster, worker: str) -> psutil.Process:
     """The loader process of a worker; waits for it."""
     found: list[psutil.Process] = []

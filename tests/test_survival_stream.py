@@ -95,9 +95,7 @@ def test_a_loader_process_a_worker_and_the_coordinator_are_killed(
     assert [event["stopped_at"] for event in cluster.events("Finished")][-1] == ENDS
 
 
-def test_all_are_killed_and_another_number_of_workers_goes_on(
-    cluster: Cluster, hash_of: Callable[[str], str]
-) -> None:
+def test_all_are_killed_and_another_number_of_workers_goes_on(cluster: Cluster, hash_of: Callable[[str], str]) -> None:
     cluster.run("--workers", "3", "--servers", "1", "--snapshot-steps", "4")
     cluster.until_caught_up(AT + 2)
     cluster.until(lambda: any(event["version"] for event in cluster.events("Snapshotted")))

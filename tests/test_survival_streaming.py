@@ -103,16 +103,3 @@ def test_a_server_killed_mid_run_costs_no_contribution_and_nothing_is_rolled_bac
     assert "going back" not in cluster.output
     assert "Traceback" not in cluster.output
     assert cluster.hashes == {under_sync}
-
-
-@pytest.mark.slow
-def test_a_server_that_alone_held_its_shards_costs_steps_but_no_contribution(
-    cluster: CountingCluster, under_sync: str
-) -> None:
-    cluster.run("--workers", "2", "--servers", "2", "--replication", "1", *POLICIES["async"])
-    cluster.until_at(AT)
-    cluster.processes()["server0"].kill()
-    cluster.until(lambda: "going on from snapshot" in cluster.output)
-    cluster.ends()
-    assert "Traceback" not in cluster.output
-    assert cluster.hashes == {under_sync}

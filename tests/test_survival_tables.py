@@ -124,27 +124,6 @@ def test_a_snapshot_goes_on_with_another_number_of_servers(cluster: TableCluster
     assert f": snapshot {taken['snapshot']}" in cluster.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["worker1", "server0"])
-@pytest.mark.parametrize("sync", ["rp.BoundedStaleness(2)", "rp.Async()"])
-def test_in_the_streaming_modes_a_kill_loses_no_contribution(cluster: TableCluster, sync: str, victim: str) -> None:
-    marked = WAIT.replace("time.sleep", "gate.with_name(f'waiting-{micro.replica}').touch(); time.sleep")
-    script = SCRIPT.replace("# BEFORE", marked).replace("clip=0.5", f"sync={sync}")
-    assert script.count(sync) == script.count("touch") == 1
-    cluster.script.write_text(script)
-    cluster.open(AT)
-    cluster.run("--workers", "2", "--servers", "2", "--replication", "2")
-    cluster.until(lambda: any(cluster.home.joinpath(f"waiting-{replica}").exists() for replica in (1, 2)))
-    cluster.until(lambda: cluster.events("Members")[-1]["exposed"] == 0)  # every shard is on both
-    cluster.processes()[victim].kill()
-    cluster.ends()
-    assert f"{victim} was killed (SIGKILL): starting another" in cluster.output
-    assert "Traceback" not in cluster.output
-    said = cluster.events("Accounted")[-1]  # a server that took over counts from then on
-    assert victim == "server0" or said["applied"] + said["folded"] == 3 * STEPS
-    assert all(rows.isfinite().all() for rows in cluster.tables.values())
-
-
 def test_an_exported_table_is_one_tensor(undisturbed: TableCluster) -> None:
     to = undisturbed.home / "exported.safetensors"
     assert undisturbed.ask("export", str(undisturbed.folder), "--to", str(to)) == 0, undisturbed.answer.read_text()

@@ -31,9 +31,7 @@ def test_a_model_is_tuned_and_saved_as_hugging_face_reads_it(tmp_path: Path) -> 
     make_model(tmp_path / "model")
     (tmp_path / "a.txt").write_text("all work and no play makes a dull day\n" * 50)
     options = ["--model", "model", "--data", ".", "--steps", "3", "--block", "16"]
-    status, output = run_program(
-        [str(SCRIPT), *options], tmp_path / "output", env=dict(os.environ), cwd=tmp_path
-    )
+    status, output = run_program([str(SCRIPT), *options], tmp_path / "output", env=dict(os.environ), cwd=tmp_path)
     assert status == 0, output
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -45,9 +45,7 @@ def test_what_an_earlier_run_in_the_folder_has_said_is_not_believed(
         joining._place(job_in(tmp_path, "worker1"), env_of("of this run"))
 
 
-def test_a_result_that_no_thread_can_be_started_for_is_an_error_and_no_silence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_result_that_no_thread_can_be_started_for_is_an_error_and_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoThread:
         def __init__(self, **_: Any) -> None:
             pass

@@ -14,26 +14,15 @@ from rallypoint.net.pool import bytes_of
 Shape = tuple[int, ...]
 
 SPECS: dict[str, CodecSpec] = {
-    "raw": Raw(),
-    "fp16": Fp16(),
-    "bf16": Bf16(),
-    "int8": Int8(error_feedback=False),
-    "int8-stochastic": Int8(stochastic=True, error_feedback=False),
-    "int8-feedback": Int8(),
-    "int4": Int4(error_feedback=False),
-    "int4-stochastic": Int4(stochastic=True, error_feedback=False),
-    "int4-feedback": Int4(),
-    "topk": TopK(error_feedback=False),
+    "raw": Raw(), "fp16": Fp16(), "bf16": Bf16(), "int8": Int8(error_feedback=False),
+    "int8-stochastic": Int8(stochastic=True, error_feedback=False), "int8-feedback": Int8(),
+    "int4": Int4(error_feedback=False), "int4-stochastic": Int4(stochastic=True, error_feedback=False),
+    "int4-feedback": Int4(), "topk": TopK(error_feedback=False),
     "topk-exact": TopK(sampled=False, error_feedback=False),
-    "topk-half": TopK(ratio=0.5, sampled=False, error_feedback=False),
-    "topk-feedback": TopK(),
-    "randomk": RandomK(error_feedback=False),
-    "randomk-feedback": RandomK(),
-    "sign": Sign(error_feedback=False),
-    "sign-feedback": Sign(block=256),
-    "dgc": DGC(ratio=0.01, warmup_steps=3, clip=10.0),
-    "powersgd": PowerSGD(error_feedback=False),
-    "powersgd-feedback": PowerSGD(),
+    "topk-half": TopK(ratio=0.5, sampled=False, error_feedback=False), "topk-feedback": TopK(),
+    "randomk": RandomK(error_feedback=False), "randomk-feedback": RandomK(), "sign": Sign(error_feedback=False),
+    "sign-feedback": Sign(block=256), "dgc": DGC(ratio=0.01, warmup_steps=3, clip=10.0),
+    "powersgd": PowerSGD(error_feedback=False), "powersgd-feedback": PowerSGD(),
 }
 
 FINITE_ONLY = [name for name in SPECS if name not in ("raw", "fp16", "bf16")]

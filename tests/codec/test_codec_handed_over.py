@@ -86,9 +86,7 @@ def test_a_codec_without_a_state_takes_none_over(name: str) -> None:
     [(Int8(), {0, 1}), (TopK(), {0, 1}), (DGC(), {0, 1}), (PowerSGD(), {0}), (Raw(), set()),
      (Int8(error_feedback=False), set())],
 )  # fmt: skip
-def test_there_are_codec_states_of_the_shards_whose_codec_has_one(
-    spec: CodecSpec, expected: set[int]
-) -> None:
+def test_there_are_codec_states_of_the_shards_whose_codec_has_one(spec: CodecSpec, expected: set[int]) -> None:
     config = resolve({"codec": spec, "network.shard_bytes": 64 << 10, "optimizer": rp.SGD(lr=0.1)})
     specs = [
         TensorSpec("mean", (3000,), "float32", -1), TensorSpec("body", (400, 200), "float32", 0),

@@ -81,9 +81,7 @@ def test_a_number_of_threads_that_is_not_the_usual_one_is_said_and_a_worker_with
     assert other.startswith("w1 computes with 2 intra-op threads, the job with 4")
 
 
-@pytest.mark.parametrize(
-    ("wanted", "had", "threads"), [(0, None, 1), (3, None, 3), (0, 4, 4), (3, 4, 3), (0, 0, 1)]
-)  # fmt: skip
+@pytest.mark.parametrize(("wanted", "had", "threads"), [(0, None, 1), (3, None, 3), (0, 4, 4), (3, 4, 3), (0, 0, 1)])
 def test_the_coordinator_decides_with_how_many_threads_all_compute(wanted: int, had: int | None, threads: int) -> None:
     """What the command says counts, else what the job that goes on has had, else 1."""
     record = msgspec.structs.replace(Play().record, threads=had or 0)

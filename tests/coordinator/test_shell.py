@@ -13,6 +13,7 @@ from rallypoint.config import record_of, resolve
 from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.joining import Tickets
 from rallypoint.coordinator.shell import CoordinatorShell
+from rallypoint.core import protocol
 from rallypoint.core.cluster.effects import Abort, FindSnapshot
 from rallypoint.core.cluster.events import SnapshotFound
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
@@ -22,37 +23,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce
-from rallypoint.core.protocol import (
-    Aborted,
-    Admitted,
-    Applied,
-    Beat,
-    Capture,
-    CaughtUp,
-    Done,
-    Evaluated,
-    Evaluates,
-    Finished,
-    GiveUp,
-    Held,
-    Hello,
-    Knows,
-    Leaving,
-    Message,
-    NewView,
-    NotStored,
-    Ordered,
-    Planned,
-    Propose,
-    Reached,
-    Report,
-    Resize,
-    Say,
-    StopWanted,
-    Stored,
-    ViewChange,
-    Waiting,
-)
+from rallypoint.core.protocol import Aborted, Admitted, Capture, Done, Evaluated, Held, NewView, Propose, Resize, Say
 from rallypoint.core.typed import MOST_PUSHES
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.member import ViewReceiver
@@ -100,9 +71,9 @@ class Play:
 
     def _whole(self, act: acts.Act) -> acts.Act:
         """A view as a member takes it: whole, also where it travels as a difference."""
-        if not isinstance(act, acts.SendMessage) or not isinstance(act.message, NewView | ViewChange):
+        if not isinstance(act, acts.SendMessage) or not isinstance(act.message, NewView | protocol.ViewChange):
             return act
-        self.changes += isinstance(act.message, ViewChange)
+        self.changes += isinstance(act.message, protocol.ViewChange)
         return acts.SendMessage(act.connection, self.receivers[str(act.connection)].take(act.message))
 
     def take(self, event: inbox.Event, seconds: float = 0.0) -> list[acts.Act]:
@@ -111,9 +82,9 @@ class Play:
         self.shell.machine.validate()
         return done
 
-    def hello(self, name: str) -> Hello:
+    def hello(self, name: str) -> protocol.Hello:
         role = {"s": "server", "w": "worker", "o": "observer"}[name[0]]
-        return Hello(role, name, "here", f"{name}:1", self.incarnations.get(name, 0))
+        return protocol.Hello(role, name, "here", f"{name}:1", self.incarnations.get(name, 0))
 
     def join(self, *names: str) -> None:
         for name in names:
@@ -121,9 +92,9 @@ class Play:
             self.receivers.pop(name, None)  # a new connection
             self.take(inbox.Opened(name, hello))
             if hello.incarnation:
-                self.say(name, Knows(known, b"" if known is None else Tickets(b"").proof(known)))
+                self.say(name, protocol.Knows(known, b"" if known is None else Tickets(b"").proof(known)))
 
-    def say(self, name: str, message: Message) -> list[acts.Act]:
+    def say(self, name: str, message: protocol.Message) -> list[acts.Act]:
         return self.take(inbox.Received(name, self.hello(name), message))
 
     def begin(self, *workers: str) -> None:
@@ -136,12 +107,12 @@ class Play:
         asked = [
             act.message for act in self.done if isinstance(act, acts.SendMessage) and isinstance(act.message, Capture)
         ]
-        parts = self.say(writer, Stored(asked[-1].snapshot, {}, dict.fromkeys(SHARDS, ("", 0, 0, ""))))
+        parts = self.say(writer, protocol.Stored(asked[-1].snapshot, {}, dict.fromkeys(SHARDS, ("", 0, 0, ""))))
         (commit,) = (act for act in parts if isinstance(act, acts.CommitSnapshot))
         return [commit, *self.take(inbox.SnapshotCommitted(commit.snapshot, commit.version, 1, 0.1))]
 
     def report(self, step: int, replica: int, worker: str = "w0") -> list[acts.Act]:
-        return self.say(worker, Report(step, replica, 1.0, 1.0, 4, generation=self.view.generation))
+        return self.say(worker, protocol.Report(step, replica, 1.0, 1.0, 4, generation=self.view.generation))
 
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last):
@@ -158,7 +129,7 @@ class Play:
         assert self.shell.machine.view is not None
         return self.shell.machine.view
 
-    def sent(self, kind: type[Message]) -> list[Any]:
+    def sent(self, kind: type[protocol.Message]) -> list[Any]:
         return [act.message for act in self.done if isinstance(act, acts.SendMessage) and isinstance(act.message, kind)]
 
     def logged(self, kind: type[Any]) -> list[Any]:
@@ -225,7 +196,7 @@ def test_a_run_that_gets_more_steps_decides_as_one_that_had_them_from_the_start(
     rule = {"evaluation.plateau": ReduceOnPlateau("loss", patience=0)}
     play = Play(settings={**rule, "steps": 4}, snapshots=True)
     play.begin()
-    play.say("w0", Evaluates((2,)))
+    play.say("w0", protocol.Evaluates((2,)))
     play.store()
     play.steps(0, 2)
     play.say("w0", Evaluated(2, play.view.generation, {"loss": 1.0}))
@@ -241,7 +212,7 @@ def test_a_run_that_gets_more_steps_decides_as_one_that_had_them_from_the_start(
     resumed = Resumed(record(**settings), commit.snapshot, 4, None, commit.decided.going_on())
     again = Play(settings=settings, resume=resumed)
     again.begin()
-    again.say("w0", Evaluates((2,)))
+    again.say("w0", protocol.Evaluates((2,)))
     again.say("w0", Evaluated(4, again.view.generation, {"loss": 1.0}))
     assert again.view.orders.reductions == (6,)
 
@@ -285,13 +256,15 @@ def test_figures_are_remembered_of_so_many_versions_only() -> None:
 def test_a_stall_names_the_slowest_worker_and_nobody_who_waits_for_it(sync: dict[str, Any]) -> None:
     play = Play(settings={"sync": sync}, workers_start=2)
     play.join("o0")
+    play.take(inbox.Ticked(), seconds=10.0)
+    assert play.sent(protocol.Waiting)[0].text.startswith("waiting for 1 more server and 2 more workers, ")
     play.begin("w0", "w1")
     slow, quick = play.view.replicas_of("w0", 0)[0], play.view.replicas_of("w1", 0)[0]
     play.report(0, slow, "w0")
     for step in range(4):
         play.report(step, quick, "w1")
     play.take(inbox.Ticked(), seconds=10.0)
-    (waiting,) = play.sent(Waiting)
+    _, waiting = play.sent(protocol.Waiting)
     assert f"step 1: replica {slow} on w0 on here has not reported" in waiting.text
     assert "w1" not in waiting.text
 
@@ -309,39 +282,41 @@ def after_the_first_step(of: int) -> Play:
 
 def test_a_worker_that_evaluates_is_not_said_to_be_late() -> None:
     play = after_the_first_step(of=2)
-    play.say("w0", Beat(evaluating=True))
+    play.say("w0", protocol.Beat(evaluating=True))
     play.take(inbox.Ticked(), seconds=10.0)
-    assert play.sent(Waiting)[-1].text.startswith("waiting for w0 on here, which evaluates, 1")
-    play.say("w0", Beat())
+    assert play.sent(protocol.Waiting)[-1].text.startswith("waiting for w0 on here, which evaluates, 1")
+    play.say("w0", protocol.Beat())
+    play.say("s0", protocol.Applied(0, 2, 1.0, {"w0": 0.5}))
     play.take(inbox.Ticked(), seconds=10.0)
-    assert "on w0 on here, w1 on here have not reported, " in play.sent(Waiting)[-1].text
+    late = "usually 0.50 s behind the first, at worst 0.50 s (p50 and p99 of 1 step)"
+    assert f"on w0 on here ({late}), w1 on here have not reported, " in play.sent(protocol.Waiting)[-1].text
 
 
 def test_a_store_whose_worker_computes_a_push_is_not_said_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
     play = after_the_first_step(of=2)
     monkeypatch.setattr(type(play.shell.announcer.config), "features", property(lambda self: {Feature.KEYED}))
-    play.say("w0", Beat(evaluating=True))
+    play.say("w0", protocol.Beat(evaluating=True))
     play.take(inbox.Ticked(), seconds=10.0)
-    assert play.sent(Waiting)[-1].text.startswith("waiting for pushes of step 1: w0 on here")
+    assert play.sent(protocol.Waiting)[-1].text.startswith("waiting for pushes of step 1: w0 on here")
 
 
 def test_after_the_last_step_nobody_waits_for_one_more() -> None:
     play = after_the_first_step(of=1)
     play.say("w1", Done(play.view.generation))
-    play.say("w0", Beat(evaluating=True))
+    play.say("w0", protocol.Beat(evaluating=True))
     play.take(inbox.Ticked(), seconds=10.0)
-    assert play.sent(Waiting)[-1].text.startswith("waiting for w0 on here, which evaluates, 1")
-    play.say("w0", Beat())
+    assert play.sent(protocol.Waiting)[-1].text.startswith("waiting for w0 on here, which evaluates, 1")
+    play.say("w0", protocol.Beat())
     play.take(inbox.Ticked(), seconds=10.0)
-    assert play.sent(Waiting)[-1].text.startswith("waiting for the last version to reach w0 on here, ")
+    assert play.sent(protocol.Waiting)[-1].text.startswith("waiting for the last version to reach w0 on here, ")
 
 
 # ---- observers that come late ----------------------------------------------------------------------------------
 
 
-def launcher(play: Play) -> list[Message]:
+def launcher(play: Play) -> list[protocol.Message]:
     """What a launcher is sent that connects now."""
-    opened = play.take(inbox.Opened("o9", Hello("observer", "launcher", "here", "")))
+    opened = play.take(inbox.Opened("o9", protocol.Hello("observer", "launcher", "here", "")))
     return [act.message for act in opened if isinstance(act, acts.SendMessage)]
 
 
@@ -370,10 +345,10 @@ def test_a_launcher_that_connects_when_the_job_is_over_hears_how_that_came() -> 
 def test_the_plan_says_how_many_items_a_step_uses_and_how_many_steps_are_behind_the_job() -> None:
     play = Play()
     play.begin()
-    (plan,) = play.logged(Planned)
+    (plan,) = play.logged(protocol.Planned)
     assert (plan.items, plan.done) == (2 * 4, 0)
     play.steps(0, 3)
-    (plan,) = Play(play.shell.machine.state()).logged(Planned)
+    (plan,) = Play(play.shell.machine.state()).logged(protocol.Planned)
     assert (plan.items, plan.done) == (2 * 4, 3), "the coordinator died, and the next one goes on"
 
 
@@ -400,7 +375,7 @@ def test_workers_without_a_replica_are_told_about_once_with_what_to_do() -> None
 def test_a_resumed_job_has_the_steps_of_its_snapshot_behind_it() -> None:
     play = Play(resume=Resumed(record(), "step-00000010-1", 10))
     play.begin()
-    (plan,) = play.logged(Planned)
+    (plan,) = play.logged(protocol.Planned)
     assert (plan.items, plan.done) == (2 * 4, 10)
 
 
@@ -409,10 +384,10 @@ def test_workers_that_fail_because_the_job_has_ended_begin_no_other_end() -> Non
     play.begin("w0", "w1")
     play.store("w0")
     for replica, worker in enumerate(("w0", "w1")):
-        play.say(worker, Report(0, replica, 1.0, 1.0, 4, 0.1, play.view.generation, f"settings of {worker}"))
+        play.say(worker, protocol.Report(0, replica, 1.0, 1.0, 4, 0.1, play.view.generation, f"settings of {worker}"))
     assert "do not have the same settings" in play.sent(Aborted)[0].reason
     play.done.clear()
-    play.say("w0", GiveUp("ValueError: something else", 1, play.view.generation))
+    play.say("w0", protocol.GiveUp("ValueError: something else", 1, play.view.generation))
     assert (play.sent(Capture), play.logged(Held)) == ([], []), "it is not said that the newest version is being stored"
 
 
@@ -424,7 +399,7 @@ def test_with_no_room_for_version_0_it_says_so_computes_and_tries_again() -> Non
     play.begin()
     assert not play.view.assignments, "nothing is computed before it is known whether version 0 is stored"
     snapshot = play.sent(Capture)[-1].snapshot
-    play.say("s0", NotStored(snapshot, "no space left"))
+    play.say("s0", protocol.NotStored(snapshot, "no space left"))
     said = " ".join(say.text for say in play.logged(Say))
     assert "version 0 is not stored, so the job computes without a snapshot" in said
     assert play.view.assignments
@@ -448,7 +423,7 @@ def test_once_the_journal_knows_that_the_job_has_begun_it_may_fall_behind() -> N
     play.done.clear()
     play.say("w0", Done(play.view.generation))
     assert [act.needed for act in play.done if isinstance(act, acts.Save)] == [False]
-    assert play.sent(Finished)
+    assert play.sent(protocol.Finished)
 
 
 def test_a_job_that_is_ended_from_outside_says_so_once() -> None:
@@ -470,10 +445,10 @@ def test_the_end_is_told_to_a_member_whose_link_is_broken_just_then_and_it_is_no
     play.say("w0", Done(play.view.generation))
     play.take(inbox.Closed("w0", play.hello("w0"), "its connection broke", inbox.End.LOST))
     play.say("w1", Done(play.view.generation))
-    assert play.sent(Finished) == [Finished("w1")] * 2, "the server and the worker that are here"
+    assert play.sent(protocol.Finished) == [protocol.Finished("w1")] * 2, "the server and the worker that are here"
     assert not [act for act in play.done if isinstance(act, acts.Over)]
     told = play.take(inbox.Opened("w0", play.hello("w0")))
-    assert told == [acts.SendMessage("w0", Finished("w1"))]
+    assert told == [acts.SendMessage("w0", protocol.Finished("w1"))]
     assert play.take(inbox.Ticked(), 2.9) == []
     assert play.take(inbox.Ticked(), 0.2) == [acts.Over(None)]
 
@@ -484,31 +459,31 @@ def test_the_lead_is_named_even_if_all_workers_are_away_at_the_end() -> None:
     play.steps(0, STEPS)
     play.take(inbox.Closed("s0", play.hello("s0"), "its connection broke", inbox.End.LOST))
     play.say("w0", Done(play.view.generation))
-    assert play.sent(Finished) == [Finished("w0")]
+    assert play.sent(protocol.Finished) == [protocol.Finished("w0")]
     assert not [act for act in play.done if isinstance(act, acts.Over)], "the server is told when it comes back"
 
 
-@pytest.mark.parametrize("order", [Resize(5), StopWanted("enough")])
+@pytest.mark.parametrize("order", [Resize(5), protocol.StopWanted("enough")])
 def test_an_order_that_comes_after_the_job_s_end_is_refused_and_nobody_hears_that_it_is_followed(
-    order: Resize | StopWanted
+    order: Resize | protocol.StopWanted
 ) -> None:
     play = Play()
     play.begin()
     play.join("o")
     play.steps(0, STEPS)
     play.say("w0", Done(play.view.generation))
-    assert play.sent(Finished)
+    assert play.sent(protocol.Finished)
     before = len(play.done)
     play.say("o", order)
     sent = [act.message for act in play.done[before:] if isinstance(act, acts.SendMessage)]
-    assert sent == [Ordered(type(order).__name__, "the job is over", refused=True)]
+    assert sent == [protocol.Ordered(type(order).__name__, "the job is over", refused=True)]
 
 
 @pytest.mark.parametrize(("steps", "said"), [(MOST_PUSHES, 0), (500, 500)])
 def test_a_store_without_steps_is_announced_as_one_whose_scripts_decide_when_they_end(steps: int, said: int) -> None:
     play = Play(settings={"keyed": True, "steps": steps, "batch": 1})
     play.begin()
-    assert [planned.steps for planned in play.logged(Planned)] == [said]
+    assert [planned.steps for planned in play.logged(protocol.Planned)] == [said]
 
 
 # ---- who knows the token, and asks too much ---------------------------------------------------------------------
@@ -574,11 +549,11 @@ def test_a_server_that_has_handed_its_shards_over_hears_that_it_may_go() -> None
     play.join("s0", "s1", "w0")
     play.say("w0", Propose(play.record))
     play.steps(0, 1)
-    play.say("s1", Leaving())
-    play.say("s1", CaughtUp({shard: play.view.paired[shard] for shard in play.view.shards_of("s1")}))
+    play.say("s1", protocol.Leaving())
+    play.say("s1", protocol.CaughtUp({shard: play.view.paired[shard] for shard in play.view.shards_of("s1")}))
     assert play.view.orders.handover is not None
-    done = play.say("w0", Reached(play.view.orders.handover, play.view.generation))
-    assert acts.SendMessage("s1", Finished()) in done
+    done = play.say("w0", protocol.Reached(play.view.orders.handover, play.view.generation))
+    assert acts.SendMessage("s1", protocol.Finished()) in done
 
 
 # ---- a coordinator after another -------------------------------------------------------------------------------
@@ -630,7 +605,7 @@ def after_a_full_disk(*lost: str, **terms: Any) -> tuple[Play, Play, View]:
     play.say("w0", Propose(play.record))
     play.steps(0, 3)
     for server, backups in (("s0", (0,)), ("s1", (1,))):
-        play.say(server, CaughtUp(dict.fromkeys(backups, play.view.number)))
+        play.say(server, protocol.CaughtUp(dict.fromkeys(backups, play.view.number)))
     journaled = play.shell.machine.state()
     play.join("w1")
     play.say("w1", Propose(play.record))
@@ -816,7 +791,7 @@ def test_a_process_that_comes_in_the_place_of_another_waits_until_that_one_is_gi
     assert "w0" not in after.incarnations
     for _ in range(5):
         for name in ("s0", "s1", "w1"):
-            after.say(name, Beat())
+            after.say(name, protocol.Beat())
         after.take(inbox.Ticked(), seconds=1.5)
     assert after.incarnations["w0"] > before
     assert [act for act in after.done if isinstance(act, acts.RefuseConnection)] == []
@@ -831,13 +806,13 @@ def test_a_token_holder_does_not_take_the_place_of_a_member_that_is_about_to_com
     view = play.view
     after = Play(play.shell.machine.state(), heartbeat=6.0) if restarted else play
     after.incarnations, after.known = dict(play.incarnations), dict(play.known)
-    thief = Hello("server", "s0", "elsewhere", "elsewhere:1", process=b"of the thief")
+    thief = protocol.Hello("server", "s0", "elsewhere", "elsewhere:1", process=b"of the thief")
     if not restarted:
         after.take(inbox.Closed("s0", after.hello("s0"), "its connection ended", inbox.End.LOST))
     after.done.clear()
     after.take(inbox.Opened("thief", thief))
     after.take(inbox.Opened("another", thief))
-    after.take(inbox.Received("thief", thief, CaughtUp({})))
+    after.take(inbox.Received("thief", thief, protocol.CaughtUp({})))
     after.join("s0", "w0")
     assert after.view == view, "no shard is lost"
     sentence = "the id s0 is taken: give every member one of its own"
@@ -851,7 +826,7 @@ def test_who_waits_for_a_name_and_goes_is_forgotten() -> None:
     play = Play(heartbeat=6.0)
     play.begin()
     play.take(inbox.Closed("s0", play.hello("s0"), "its connection ended", inbox.End.LOST))
-    newcomer = Hello("server", "s0", "elsewhere", "elsewhere:1", process=b"new")
+    newcomer = protocol.Hello("server", "s0", "elsewhere", "elsewhere:1", process=b"new")
     play.take(inbox.Opened("newcomer", newcomer))
     said = [say.text for say in play.logged(Say)]
     assert said[-1] == "another process has come as s0: it waits until s0 is back, or is given up"
@@ -872,7 +847,7 @@ def test_a_cluster_that_comes_back_under_its_own_names_waits_for_its_ghosts_no_l
     for name in () if restarted else ("s0", "w0"):
         after.take(inbox.Closed(name, after.hello(name), "its connection ended", inbox.End.LOST))
     for name, role in (("s0", "server"), ("w0", "worker")):
-        after.take(inbox.Opened(f"new {name}", Hello(role, name, "here", f"{name}:2", process=b"new")))
+        after.take(inbox.Opened(f"new {name}", protocol.Hello(role, name, "here", f"{name}:2", process=b"new")))
     admitted: set[object] = set()
     seconds = 0.0
     while len(admitted) < 2 and seconds < 60.0:
@@ -899,7 +874,7 @@ def test_who_waits_for_a_name_hears_that_the_job_has_ended() -> None:
     play = Play(heartbeat=6.0)
     play.begin()
     play.take(inbox.Closed("w0", play.hello("w0"), "its connection ended", inbox.End.LOST))
-    play.take(inbox.Opened("newcomer", Hello("worker", "w0", "elsewhere", process=b"new")))
+    play.take(inbox.Opened("newcomer", protocol.Hello("worker", "w0", "elsewhere", process=b"new")))
     play.take(inbox.EndWanted("enough"))
     assert [act for act in play.done if act == acts.SendMessage("newcomer", Aborted("enough"))]
     play.take(inbox.Ticked(), seconds=20.0)
@@ -930,7 +905,7 @@ def test_a_member_cannot_claim_a_view_that_no_coordinator_has_published(late: bo
     if late:
         after.take(inbox.Ticked(), seconds=3.1)
     after.take(inbox.Opened("w1", after.hello("w1")))
-    after.say("w1", Knows(forged, proof))
+    after.say("w1", protocol.Knows(forged, proof))
     assert after.view.number == newest.number
     assert after.view.primary == newest.primary
     assert after.shell.machine.phase is Phase.RUNNING
@@ -957,8 +932,8 @@ def test_a_member_whose_link_breaks_while_a_failing_job_is_stored_is_told_of_the
     play.store()
     play.report(0, 0, "w0")
     play.report(0, 1, "w1")
-    play.say("s0", Applied(0, 2, 0.0, generation=play.view.generation))
-    play.say("w0", GiveUp("its loss is nan", 1, play.view.generation))
+    play.say("s0", protocol.Applied(0, 2, 0.0, generation=play.view.generation))
+    play.say("w0", protocol.GiveUp("its loss is nan", 1, play.view.generation))
     assert play.shell.machine.phase is Phase.FAILING
     play.take(inbox.Closed("w1", play.hello("w1"), "a broken wire", inbox.End.LOST))
     ended = play.store()
@@ -989,7 +964,7 @@ def test_a_coordinator_killed_in_any_phase_is_followed_by_one_that_ends_the_job(
         old.store(writer())
         old.steps(0, 10)
         old.store(writer())
-        old.say("w0", Beat())
+        old.say("w0", protocol.Beat())
         step = 10
     if phase is Phase.RECOVERING:
         old.take(inbox.Closed("s0", old.hello("s0"), "it died"))
@@ -1014,7 +989,7 @@ def test_a_coordinator_killed_in_any_phase_is_followed_by_one_that_ends_the_job(
         server = "s1"
         for _ in range(6):  # s0 is given up: nothing has been heard of it
             new.take(inbox.Ticked(), seconds=250.0)
-            new.say("w0", Beat())
+            new.say("w0", protocol.Beat())
         new.join("s1")
         if not settings:
             assert FindSnapshot() in new.done
@@ -1022,6 +997,6 @@ def test_a_coordinator_killed_in_any_phase_is_followed_by_one_that_ends_the_job(
     new.shell.machine.validate()
     new.steps(step, STEPS)
     new.say("w0", Done(new.view.generation))
-    while not new.sent(Finished):
+    while not new.sent(protocol.Finished):
         new.store(writer())  # those by steps, then the last version
     new.shell.machine.validate()

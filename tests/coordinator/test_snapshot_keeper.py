@@ -58,9 +58,7 @@ class Keeper:
             self.keeper.do(AddPart(Stored(name, part.files, entries), f"server{index} on node{index}"))
         return name
 
-    def commit(
-        self, name: str, version: int, origin: str = "", metrics: dict[str, float] | None = None
-    ) -> inbox.Event:
+    def commit(self, name: str, version: int, origin: str = "", metrics: dict[str, float] | None = None) -> inbox.Event:
         loss = {"loss": 1.0} if metrics is None else metrics
         self.keeper.do(CommitSnapshot(name, version, version, JOB, loss, origin))
         return self.answers.get(timeout=PATIENCE_S)

@@ -151,9 +151,7 @@ class ShardPlay:
     def _contribute(self, event: shard_events.Contribute) -> None:
         ticket = len(self._tickets) + 1
         self._tickets[ticket] = (event.step, event.replica)
-        self._handle(
-            shard_events.Contribute(event.step, event.replica, event.weight, ticket, event.finite, event.base)
-        )
+        self._handle(shard_events.Contribute(event.step, event.replica, event.weight, ticket, event.finite, event.base))
 
     def _ack(self) -> None:
         if self._under_way:

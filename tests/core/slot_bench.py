@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rallypoint.core.view import Assignment, Member, StandingOrders, View, ViewNumber
-from rallypoint.core.worker.slots import Compute, Effect, Filled, Installed, LinkUp, Send, Slot, SlotSent, Viewed
+from rallypoint.core.worker import slots
+from rallypoint.core.worker.slots import Compute, Effect, Filled, Installed, Land, LinkUp, Send, Slot, SlotSent, Viewed
 
 V1 = ViewNumber(1, 1)
 
@@ -68,6 +69,43 @@ class SlotBench:
         self.handle(SlotSent(shard, send.serial))
         return send
 
+    def fill_all(self, replica: int) -> list[Send]:
+        """The gradients of all shards to which the replica contributes are whole; what is sent."""
+        sends: list[Send] = []
+        for shard in range(self.shards):
+            if self.machine.contributes(shard, replica) and self.machine.may_fill(shard):
+                sends += [effect for effect in self.fill(shard) if isinstance(effect, Send)]
+        return sends
+
     def slot(self, shard: int) -> Slot:
         slot: Slot = self.machine._slots[shard]
         return slot
+
+
+class AlignedBench(SlotBench):
+    """Of a machine whose shards come to the next version together. `whole`: versions are, unless a test says else."""
+
+    whole = True
+
+    def arrive(self, shard: int, version: int, *, whole: bool | None = None) -> list[Effect]:
+        number = self.machine.view.number if self.machine.view is not None else V1
+        return self.handle(slots.Arriving(shard, version, number, whole=self.whole if whole is None else whole))
+
+    def land(self, version: int, shards: Sequence[int] | None = None, **more: bool) -> None:
+        for shard in range(self.shards) if shards is None else shards:
+            assert self.arrive(shard, version, **more)[0] == Land(shard)
+            self.handle(slots.Landed(shard))
+
+    def install(self, version: int, **more: bool) -> None:
+        self.land(version, **more)
+        assert self.machine.next_action() == slots.Install(version)
+        self.installed()
+        assert self.machine.step == version
+
+    def compute(self, *, sent: bool = True) -> list[Send]:
+        """One replica; what was sent."""
+        sends = self.fill_all(self.begin())
+        self.handle(slots.ReplicaComputed())
+        for send in sends if sent else ():
+            self.handle(SlotSent(send.shard, send.serial))
+        return sends

@@ -6,10 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import msgspec
-import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rallypoint.core import aggregator as machine
 from rallypoint.core.aggregator import (
@@ -26,12 +22,8 @@ from rallypoint.core.aggregator import (
     PushPart,
     ReleaseVersion,
 )
-from rallypoint.core.shard.effects import Discard, Merge, Take
-from rallypoint.core.shard.events import Contribute
-from rallypoint.core.shard.summing import TreeSum
 from rallypoint.core.sums import Block, blocks_of, leaf
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.testing.reference import tree_sum
 
 SHARD, STEP = 0, 5
 
@@ -287,174 +279,7 @@ def test_frames_of_an_older_generation_and_of_older_links_do_not_count() -> None
     assert shell.workers == {"w0": newer}
 
 
-# ---- whatever happens, the root is that of the reference ----
-
-
-class Play:
-    """Workers, one aggregator and the shard's primary, on fp32 numbers; messages are lost, repeated and delayed."""
-
-    def __init__(self, replicas: int, workers: int) -> None:
-        self.values = [torch.tensor([1.0 / (3 + r), 1e-3 * r], dtype=torch.float32) for r in range(replicas)]
-        self.weights = [1.0, 0.3, 2.0, 1.7][:replicas] * (replicas // min(replicas, 4) + 1)
-        self.replicas = replicas
-        self.names = [f"w{i}" for i in range(workers)]
-        self.assigned = {name: list[int]() for name in self.names}
-        for replica in range(replicas):
-            self.assigned[self.names[replica * workers // replicas]].append(replica)
-        self.through, self.delivered = set(self.names), {n: set[int]() for n in self.names}
-        self.count, self.home, self.tickets, self.incarnation = 1, "s0", 0, 0
-        self.made = AggregatorMachine("a0", [replicas])
-        self.parts: dict[int, torch.Tensor] = {}
-        self.payloads: dict[int, torch.Tensor] = {}
-        self.new_server()
-        self.run(self.made.viewed(self.view()))
-        for server in ("s0", "s1"):
-            self.run(self.made.server_up(server))
-        for name in self.names:
-            self.run(self.made.followed(name, STEP))
-
-    def view(self) -> View:
-        self.count += 1
-        return view_of(self.assigned, self.names, self.count, self.home, incarnation=self.incarnation)
-
-    # ---- the server ----
-
-    def new_server(self) -> None:
-        self.sum, self.held = TreeSum(self.replicas), dict[int, torch.Tensor]()
-
-    def serve(self, block: Block, weight: float, values: torch.Tensor) -> None:
-        contribution = Contribute(STEP, block.start, weight, 0, count=block.size)
-        assert self.sum.fault(contribution) == ""
-        if self.sum.covers(contribution):
-            return
-        for effect in self.sum.add(contribution, None):
-            match effect:
-                case Take(at=at, weight=factor, count=count):
-                    self.held[at] = values.clone() * (factor if count == 1 else 1.0)
-                case Merge(left=left, right=right):
-                    self.held[left] = self.held[left] + self.held.pop(right)
-                case Discard(at=at):
-                    del self.held[at]
-
-    # ---- the aggregator ----
-
-    def run(self, effects: Iterable[machine.Effect], *, lost: bool = False) -> None:
-        for effect in effects:
-            match effect:
-                case machine.Keep(at=at, ticket=ticket):
-                    self.parts[at] = self.payloads.pop(ticket)
-                case machine.DropPayload(ticket=ticket, fault=fault):
-                    assert not fault, fault
-                    del self.payloads[ticket]
-                case machine.MergeParts(left=left, right=right, left_factor=one, right_factor=other):
-                    self.parts[left] = self.parts[left] * one + self.parts.pop(right) * other
-                case machine.Forget(at=at):
-                    del self.parts[at]
-                case machine.PushPart(block=block, weight=weight, server=server):
-                    if server == self.home and not lost:
-                        self.serve(block, weight, self.parts[block.start])
-                case machine.DismissWorkers(workers=workers):
-                    for name in workers:
-                        self.go_direct(name)
-        self.made.validate()
-
-    # ---- workers ----
-
-    def contribute(self, name: str, count: int, *, lost: bool = False) -> None:
-        """The next blocks of up to `count` replicas that this worker has not delivered."""
-        todo = [replica for replica in self.assigned[name] if replica not in self.delivered[name]][:count]
-        for block in blocks_of(todo, self.replicas):
-            leaves = [self.values[r] * (self.weights[r] if block.size > 1 else 1.0) for r in range(*block)]
-            values, weight = tree_sum(leaves), tree_sum([self.weights[r] for r in range(*block)])
-            self.delivered[name] |= set(range(*block))
-            if name in self.through:
-                self.tickets += 1
-                self.payloads[self.tickets] = values.clone()
-                self.run(self.made.contributed(BlockContribution(SHARD, STEP, block, weight, self.tickets)), lost=lost)
-            else:
-                self.serve(block, weight, values)
-
-    def go_direct(self, name: str) -> None:
-        self.through.discard(name)
-        self.delivered[name].clear()  # computed and sent again
-
-    def act(self, action: str, which: int) -> None:
-        name = self.names[which % len(self.names)]
-        match action:
-            case "contribute":
-                self.contribute(name, 1 + which % 4)
-            case "repeat":
-                self.delivered[name].clear()
-            case "lost":  # what the aggregator sends is lost with its connection
-                self.contribute(name, 4, lost=True)
-                self.run(self.made.server_lost(self.home))
-                self.run(self.made.server_up(self.home))
-            case "down":
-                self.run(self.made.server_lost(self.home))
-                self.contribute(name, 2)
-                self.run(self.made.server_up(self.home))
-            case "break":
-                if name in self.through:
-                    self.go_direct(name)
-                    self.run(self.made.gone(name))
-            case "die" if len(self.names) > 1:
-                self.names.remove(name)
-                orphans, heir = self.assigned.pop(name), self.names[which % len(self.names)]
-                self.assigned[heir] = sorted({*self.assigned[heir], *orphans})
-                self.run(self.made.gone(name) if which % 2 else [])  # its end may be noticed after the view
-                self.run(self.made.viewed(self.view()))
-                self.run(self.made.gone(name))
-            case "rejoin":  # servers refuse what comes while it is given up; then its workers make new links to it
-                self.contribute(name, 4, lost=True)
-                self.incarnation += 1
-                self.run(self.made.viewed(self.view()))
-                for worker in self.names:
-                    self.go_direct(worker)
-                    self.run(self.made.gone(worker))
-                    self.run(self.made.followed(worker, STEP))
-                    self.through.add(worker)
-            case "move":  # the shard's sum is forgotten, and direct workers send again
-                self.home = "s1" if self.home == "s0" else "s0"
-                self.new_server()
-                for direct in set(self.names) - self.through:
-                    self.delivered[direct].clear()
-                self.run(self.made.viewed(self.view()))
-
-    def finish(self) -> torch.Tensor:
-        for name in self.names:
-            self.contribute(name, self.replicas)
-        assert list(self.sum._forest) == [Block(0, self.replicas)], f"{list(self.sum._forest)} of {self.replicas}"
-        return self.held[0]
-
-
 ACTIONS = ("contribute", "contribute", "contribute", "repeat", "lost", "down", "break", "die", "rejoin", "move")
-
-
-@settings(max_examples=300)
-@given(
-    st.integers(1, 9), st.integers(1, 4),
-    st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 99)), max_size=40),
-)  # fmt: skip
-def test_whatever_happens_the_servers_end_with_the_reference_s_sum(
-    replicas: int, workers: int, actions: list[tuple[str, int]]
-) -> None:
-    play = Play(replicas, min(workers, replicas))
-    for action, which in actions:
-        play.act(action, which)
-    expected = tree_sum([play.values[r] * play.weights[r] for r in range(replicas)])
-    assert torch.equal(play.finish(), expected)
-    assert play.parts.keys() == {part.block.start for known in play.made._sums.values() for part in known}
-    assert not play.payloads
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
-def test_an_aggregator_of_all_workers_sends_one_block(workers: int) -> None:
-    play = Play(8, workers)
-    sent: list[Block] = []
-    serve = play.serve
-    play.serve = lambda block, weight, values: (sent.append(block), serve(block, weight, values))[1]  # type: ignore[method-assign]
-    play.finish()
-    assert sent == [Block(0, 8)]
 
 
 def test_views_and_links_that_are_old_news_change_nothing() -> None:

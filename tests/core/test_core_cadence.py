@@ -89,8 +89,7 @@ def test_the_first_round_that_nothing_is_due_at_is_found_within_a_cycle(periods:
 
 
 @given(st.integers(-1, 50), st.integers(0, 9), st.integers(0, 40))
-def test_without_staggering_rounds_and_versions_are_the_same_numbers(round: int, shard: int,
-    rounds: int) -> None:
+def test_without_staggering_rounds_and_versions_are_the_same_numbers(round: int, shard: int, rounds: int) -> None:
     for cadence in (Cadence(), Cadence((), rounds), TOGETHER):
         assert cadence.due(shard, round)
         assert cadence.updates_before(shard, round) == cadence.next_due(shard, round) == round

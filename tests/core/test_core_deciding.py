@@ -249,24 +249,10 @@ def test_rules_without_evaluations_end_the_job_with_a_sentence() -> None:
     assert "write @run.every(100)" in abort.reason
 
 
-def test_rules_of_a_job_that_cannot_decide_end_the_job_with_a_sentence() -> None:
-    job = _Job(_terms(1, 1), record=_record(down={"type": "bf16"}))
-    job.come("s0", "w0")
-    (abort,) = _of(Abort, job.play(From("w0", Evaluates((EVERY,), stops=(RULE,)))))
-    assert "run.stop_when is not supported together with a lossy down=" in abort.reason
-
-
 def test_a_job_that_waits_says_for_which_evaluation() -> None:
     job = _begun()
     _reported(job, 8)
     assert job.machine.waiting_for() == "the evaluation of step 4 by w2"
-
-
-def test_a_worker_with_rules_is_refused_where_the_others_have_none() -> None:
-    job = _begun(stops=())
-    job.come("w3")
-    (refused,) = _of(Refuse, job.play(From("w3", Evaluates((EVERY,), stops=(RULE,)))))
-    assert refused.member == "w3"
 
 
 def test_a_worker_that_is_refused_keeps_no_replicas() -> None:

@@ -10,16 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from rallypoint.core.decisions import (
-    Best,
-    Decided,
-    KeepBest,
-    ReduceOnPlateau,
-    Rules,
-    StopWhen,
-    checked,
-    reductions_at,
-)
+from rallypoint.core import decisions
+from rallypoint.core.decisions import Best, Decided, KeepBest, ReduceOnPlateau, Rules, StopWhen, reductions_at
 from rallypoint.core.view import EarlyEnd
 from rallypoint.errors import ConfigError
 
@@ -72,7 +64,7 @@ def test_nothing_ends_the_job_after_the_last_evaluation_and_the_first_end_counts
 )
 def test_a_rule_that_makes_no_sense_is_refused(rule: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"run\.stop_when\('loss'\)"):
-        checked(StopWhen(metric="loss", **rule))  # type: ignore[arg-type]
+        decisions.checked(StopWhen(metric="loss", **rule))  # type: ignore[arg-type]
 
 
 def test_the_best_is_the_first_with_the_best_value() -> None:

@@ -178,37 +178,28 @@ def test_first_difference_says_when_only_the_cuts_differ() -> None:
     assert first_difference(ours, theirs) == "the shards are cut differently"
 
 
-def test_a_layout_survives_the_wire() -> None:
-    layout = build_layout([*_specs("a", "b"), TensorSpec("count", (), "int64", -1)], 16)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout) == layout
-
-
 def test_a_model_with_nothing_to_train_is_refused() -> None:
     for specs in ([], [TensorSpec("mean", (3,), "float32", -1)], [TensorSpec("empty", (0, 3), "float32", 0)]):
         with pytest.raises(ModelError, match="no trainable parameter"):
             build_layout(specs)
 
 
-def test_a_float64_parameter_is_refused_by_name_but_a_float64_buffer_is_carried() -> None:
-    with pytest.raises(ModelError, match="parameter head is float64"):
-        build_layout([TensorSpec("head", (2,), "float64", 0)])
+@pytest.mark.parametrize(
+    ("specs", "shard_bytes", "sentence"),
+    [
+        ([TensorSpec("head", (2,), "float64", 0)], 64, "parameter head is float64"),
+        ([*_specs("a"), TensorSpec("phase", (2,), "bits8", -1)], 64, "buffer phase is bits8"),
+        (_specs("a", "b", "a"), 64, "both named a"),
+        *((_specs("a"), shard_bytes, "impossible") for shard_bytes in (0, -4, 2, 6)),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused_by_name(specs: list[TensorSpec], shard_bytes: int, sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        build_layout(specs, shard_bytes)
+
+
+def test_a_float64_buffer_is_carried() -> None:
     assert build_layout([*_specs("a"), TensorSpec("scale", (2,), "float64", -1)]).words == 16 + 4
-
-
-def test_a_buffer_of_a_dtype_that_cannot_be_shared_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="buffer phase is bits8"):
-        build_layout([*_specs("a"), TensorSpec("phase", (2,), "bits8", -1)])
-
-
-def test_a_repeated_name_is_refused() -> None:
-    with pytest.raises(ModelError, match="both named a"):
-        build_layout(_specs("a", "b", "a"))
-
-
-@pytest.mark.parametrize("shard_bytes", [0, -4, 2, 6])
-def test_an_impossible_shard_size_is_refused(shard_bytes: int) -> None:
-    with pytest.raises(ModelError, match="impossible"):
-        build_layout(_specs("a"), shard_bytes)
 
 
 # ---- matrices that are sent as factors -------------------------------------------------------------------------

@@ -53,11 +53,6 @@ def _end(job: _Job, *workers: str) -> list:
     return job.done(*workers)
 
 
-def test_a_standby_gets_the_first_version_that_is_due() -> None:
-    job = _begun()
-    assert job.view.orders.lease == Lease(4, "w2", until=STEPS)
-
-
 def test_what_a_script_evaluates_may_be_said_before_the_first_view() -> None:
     job = _Job(_terms(2, 2), record=_record())
     job.come("w0", "w1", "w2")

@@ -82,9 +82,6 @@ def cluster(terms: Terms = TERMS, recovered: ClusterState | None = None) -> Clus
     return Cluster(ClusterMachine(terms, recovered=recovered))
 
 
-EVEN = {"s0": 18, "s1": 18, "s2": 17, "s3": 17}
-
-
 def spread(load: dict[str, int]) -> list[int]:
     return [load[server] for server in SERVERS]
 

@@ -60,20 +60,3 @@ def test_only_the_very_process_that_an_earlier_coordinator_knew_is_back() -> Non
     members.returned("w0")
     assert members.awaited == {"s0"}
     assert members.resets == {}
-
-
-def test_the_end_is_put_off_for_a_worker_that_was_given_up_until_it_has_proposed_the_record_again() -> None:
-    members = _joined("w0", "w1")
-    for worker in ("w0", "w1"):
-        members.propose(worker)
-    members.done = {"w1"}
-    members.give_up("w0", until=7.0)
-    members.give_up("nobody", until=99.0)  # a server, say: it has no model to bring
-    members.remove("w0")
-    assert not members.is_complete(6.9)
-    assert members.is_complete(7.0)
-    members.join(Member("w0", "host", ""), "worker")
-    assert not members.is_complete(6.0)
-    members.propose("w0")
-    members.done.add("w0")
-    assert members.is_complete(6.0)

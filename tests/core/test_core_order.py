@@ -56,9 +56,7 @@ def test_a_permutation_shuffles() -> None:
     assert values != [Permutation(1000, 4)(i) for i in range(1000)]
 
 
-@given(
-    st.integers(1, 60), st.integers(1, 5), st.integers(1, 7), st.integers(0, 2**32), st.integers(1, 3)
-)
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 7), st.integers(0, 2**32), st.integers(1, 3))
 def test_every_epoch_uses_every_sample_exactly_once_across_steps_and_replicas(
     samples: int, replicas: int, batch: int, seed: int, epochs: int
 ) -> None:

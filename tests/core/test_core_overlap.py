@@ -7,29 +7,12 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from slot_bench import SlotBench, view_of
+from slot_bench import AlignedBench, view_of
 
 from rallypoint.core.view import Assignment, View
+from rallypoint.core.worker import slots
 from rallypoint.core.worker.aligned import OverlapMachine
-from rallypoint.core.worker.slots import (
-    Arriving,
-    Assisted,
-    Compute,
-    Effect,
-    Fetch,
-    Install,
-    Installed,
-    Land,
-    Landed,
-    LinkLost,
-    LinkUp,
-    ReplicaAbandoned,
-    ReplicaComputed,
-    Send,
-    Slot,
-    SlotSent,
-    Viewed,
-)
+from rallypoint.core.worker.slots import Compute, Fetch, Install, Land, LinkLost, LinkUp, ReplicaAbandoned, Viewed
 from rallypoint.worker.exchange.exchange import JobEnd
 from rallypoint.worker.exchange.locked import LockedShell
 
@@ -41,40 +24,16 @@ def _view(assigned: Mapping[str, Sequence[int]] = MINE, **others: Any) -> View:
     return view_of(SHARDS, assigned, **others)
 
 
-class _Bench(SlotBench):
+class _Bench(AlignedBench):
     """A machine at step 1, which has sent its contribution; `begin_early` begins step 2."""
 
     def __init__(self, view: View | None = None) -> None:
         machine = OverlapMachine("me", SHARDS, frozenset(), 10)
         machine.allow_early(True)
         super().__init__(machine, view or _view())
-        self.land(1)
-        assert self.machine.next_action() == Install(1)
-        self.installed()
+        self.install(1)
+        assert self.machine.next_action() == Compute(1, 0)
         self.compute()
-
-    def arrive(self, shard: int, version: int) -> list[Effect]:
-        assert self.machine.view is not None
-        return self.handle(Arriving(shard, version, self.machine.view.number))
-
-    def land(self, version: int, shards: Sequence[int] = range(SHARDS)) -> None:
-        for shard in shards:
-            assert self.arrive(shard, version)[0] == Land(shard)
-            self.handle(Landed(shard))
-
-    def compute(self) -> None:
-        assert self.machine.next_action() == Compute(self.machine.step, 0)
-        self.begin()
-        self.fill_all()
-
-    def fill_all(self) -> None:
-        sends: list[Send] = []
-        for shard in range(SHARDS):
-            if self.machine.may_fill(shard):
-                sends += [effect for effect in self.fill(shard) if isinstance(effect, Send)]
-        self.handle(ReplicaComputed())
-        for send in sends:
-            self.handle(SlotSent(send.shard, send.serial))
 
     def begin_early(self) -> None:
         action = self.machine.next_action()
@@ -101,9 +60,10 @@ def test_a_step_begins_while_its_version_arrives_and_takes_gradients_once_it_is_
     assert [bench.machine.may_fill(shard) for shard in range(SHARDS)] == [None] * SHARDS
     bench.land(2, [0, 1, 2])
     assert bench.swap(0, 1, 2, 3) == [0, 1, 2]
-    bench.handle(Installed())
+    bench.handle(slots.Installed())
     assert (bench.machine.step, bench.machine.early) == (2, False)
-    bench.fill_all()
+    bench.fill_all(0)
+    bench.handle(slots.ReplicaComputed())
     assert bench.machine.presum.sent == set(range(SHARDS))
 
 
@@ -131,7 +91,7 @@ def test_no_step_begins_early_while_a_contribution_to_the_last_one_may_be_lost()
 
 def test_a_forward_pass_that_began_early_gives_way_to_work_of_the_step_before() -> None:
     for cause in (
-        [Assisted(1, 1)],
+        [slots.Assisted(1, 1)],
         [Viewed(_view({"me": (0, 1)}, count=2))],  # the other worker has died
         [LinkLost("s0"), LinkUp("s0")],
         [LinkLost("s1"), Viewed(_view(count=2, homes=["s0"] * SHARDS))],  # server b has died
@@ -146,7 +106,7 @@ def test_a_forward_pass_that_began_early_gives_way_to_work_of_the_step_before() 
             bench.handle(LinkUp("s0"))
         assert bench.machine.rewound, cause
         bench.handle(ReplicaAbandoned())
-        assert bench.machine.slots[1] is Slot.LANDED, "the main thread has swapped version 2 back into its slot"
+        assert bench.machine.slots[1] is slots.Slot.LANDED, "the main thread has swapped version 2 back into its slot"
         assert isinstance(bench.machine.next_action(), Compute), cause
         assert bench.machine.next_action() != Compute(2, 0), cause
 
@@ -170,7 +130,7 @@ def test_a_lost_link_takes_no_shard_back_that_the_model_has() -> None:
     assert bench.arrive(2, 2)[0] == Land(2)
     bench.handle(LinkLost("s0"))
     assert bench.machine.here([0])
-    assert bench.machine.slots[2] is Slot.FREE
+    assert bench.machine.slots[2] is slots.Slot.FREE
 
 
 def test_a_forward_pass_is_given_up_when_its_replica_moves_to_another_worker() -> None:
@@ -218,7 +178,7 @@ def test_a_stale_install_changes_nothing_after_a_new_generation() -> None:
     bench.land(2)
     bench.swap(*range(SHARDS))
     bench.handle(Viewed(_view(count=2, generation=2, origin="snapshot")))
-    bench.handle(Installed())
+    bench.handle(slots.Installed())
     assert bench.machine.step == -1
     assert bench.machine.rewound
 

@@ -8,18 +8,9 @@ from test_core_cluster import STEPS, _of
 from test_core_stop import _begun, _reported
 
 from rallypoint.coordinator.operator import Orders
+from rallypoint.core.cluster import events
 from rallypoint.core.cluster.effects import PublishView, TakeSnapshot
-from rallypoint.core.cluster.events import (
-    Captured,
-    Committed,
-    From,
-    Heard,
-    Left,
-    Paused,
-    SnapshotFound,
-    SnapshotOrdered,
-    Tick,
-)
+from rallypoint.core.cluster.events import Captured, Committed, From, Heard, Left, Paused, SnapshotFound, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.protocol import AnyOrder, Drain, Ordered, Pause, Stop, StopWanted
@@ -85,7 +76,7 @@ def test_a_snapshot_that_is_wanted_in_a_pause_is_of_the_version_that_there_is() 
     job = _begun(snapshots=True)
     _reported(job, 4)
     job.play(Paused(True))
-    (capture,) = _of(TakeSnapshot, job.play(SnapshotOrdered()))
+    (capture,) = _of(TakeSnapshot, job.play(events.SnapshotOrdered()))
     assert capture.version == 5
 
 

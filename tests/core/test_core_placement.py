@@ -59,22 +59,6 @@ def test_equal_shards_are_assigned_within_the_even_share_rounded_up(sizes: list[
     assert max(loads.values(), default=0) <= -(-len(sizes) // count) * 64
 
 
-@given(_SIZES, st.integers(1, 8))
-def test_no_server_has_more_than_the_even_share_and_one_largest_shard(sizes: list[int], count: int) -> None:
-    shards = _shards(sizes)
-    loads = _loads(shards, place(shards, _servers(count)))
-    largest = max((shard.nbytes for shard in shards), default=0)
-    share = -(-sum(shard.nbytes for shard in shards) // count)
-    assert max(loads.values(), default=0) <= share + largest
-
-
-@given(_SIZES, st.integers(1, 8))
-def test_nothing_moves_while_the_servers_stay(sizes: list[int], count: int) -> None:
-    shards, servers = _shards(sizes), _servers(count)
-    placed = place(shards, servers)
-    assert place(shards, servers[::-1], placed) == placed
-
-
 @given(_EQUAL, st.integers(2, 8), st.data())
 def test_when_a_server_leaves_only_its_shards_move(sizes: list[int], count: int, data: st.DataObject) -> None:
     shards, servers = _shards(sizes), _servers(count)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-
 import msgspec
 import pytest
 from policy_contract import PolicyContract
-from shard_play import ACTIONS, Cast, PolicyBroken, play
 
 from rallypoint.core.policy import (
     AllReduce,
     Async,
     BoundedStaleness,
-    Ledger,
     LocalSteps,
     Mode,
     Policy,
@@ -156,69 +151,6 @@ def test_what_a_server_does_under_each_mode(mode: Mode, policy: ServerPolicy) ->
 ], ids=str)  # fmt: skip
 def test_a_mode_travels_in_the_job_s_record(mode: Mode) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(mode), type=Mode) == mode  # type: ignore[arg-type]
-
-
-# ---- the contract finds what it is made to find ----
-
-
-class _TakesRepeats(Async, frozen=True):
-    def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
-        return Verdict.ADD if replica < ledger.expected and step <= ledger.clock(replica) else Verdict.REJECT
-
-
-class _DropsSome(Async, frozen=True):
-    def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
-        return Verdict.DROP if (step, replica) == (1, 1) else Async.admit(self, ledger, step, replica)
-
-
-class _KnowsNoBound(BoundedStaleness, frozen=True):
-    def serve(self, ledger: Ledger, clock: int) -> bool:
-        return True
-
-
-class _LooksAtWhatIsNotVisible(BoundedStaleness, frozen=True):
-    def serve(self, ledger: Ledger, clock: int) -> bool:
-        return clock <= ledger.slowest + self.staleness
-
-
-class _ServesNobody(BoundedStaleness, frozen=True):
-    def serve(self, ledger: Ledger, clock: int) -> bool:
-        return clock <= ledger.visible + self.staleness and clock != 2
-
-
-class _OneTooMany(Sync, frozen=True):
-    def complete(self, ledger: Ledger) -> bool:
-        return ledger.added > self._needed(ledger)
-
-
-class _CountsForNothing(Async, frozen=True):
-    def rate(self, ledger: Ledger, staleness: int) -> float:
-        return float(staleness == 0)
-
-
-@pytest.mark.parametrize(("policy", "bound", "needed"), [
-    (_TakesRepeats(), None, None),
-    (_DropsSome(), None, None),
-    (_KnowsNoBound(1), 1, None),
-    (_LooksAtWhatIsNotVisible(1), 1, None),
-    (_ServesNobody(1), 1, None),
-    (_OneTooMany(quorum=2), None, lambda replicas: min(2, replicas)),
-    (Sync(quorum=2), None, lambda replicas: min(3, replicas)),
-    (_CountsForNothing(), None, None),
-], ids=lambda value: type(value).__name__)  # fmt: skip
-def test_a_policy_that_breaks_its_promise_is_found(
-    policy: ServerPolicy, bound: int | None, needed: Callable[[int], int] | None
-) -> None:
-    with pytest.raises(PolicyBroken):
-        _play_many(policy, bound, needed)
-
-
-def _play_many(policy: ServerPolicy, bound: int | None, needed: Callable[[int], int] | None) -> None:
-    for seed in range(200):
-        chance = random.Random(seed)
-        cast = Cast(chance.randint(2, 5), chance.randint(3, 5), chance.random() < 0.5)
-        schedule = [(chance.choice(ACTIONS), chance.randrange(100)) for _ in range(100)]
-        play(policy, cast, schedule, bound=bound, needed=needed and needed(cast.replicas))
 
 
 # ---- defects that were found and must not come back ----

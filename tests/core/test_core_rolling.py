@@ -7,25 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.worker import slots
 from rallypoint.core.worker.rolling import RollingMachine
-from rallypoint.core.worker.slots import (
-    Arriving,
-    DropArriving,
-    Effect,
-    Event,
-    Fetch,
-    Filled,
-    Follow,
-    Land,
-    Landed,
-    LinkLost,
-    LinkUp,
-    Send,
-    Slot,
-    SlotSent,
-    UploadFirst,
-    Viewed,
-)
+from rallypoint.core.worker.slots import Arriving, DropArriving, Effect, LinkLost, LinkUp, Send, Viewed
 
 V1 = ViewNumber(1, 1)
 
@@ -53,12 +37,12 @@ class _Bench:
         self.machine.number = 1
         self.say(Viewed(_view(uploader=uploader)))
         for server in ("s0", "s1"):
-            assert self.say(LinkUp(server)) == [Follow(server)]
+            assert self.say(LinkUp(server)) == [slots.Follow(server)]
         for shard in range(4) if begun else ():
             self.arrives(shard, 0)
             self.machine.taken(shard)
 
-    def say(self, event: Event) -> list[Effect]:
+    def say(self, event: slots.Event) -> list[Effect]:
         effects = self.machine.handle(event)
         self.machine.validate()
         return effects
@@ -66,16 +50,16 @@ class _Bench:
     def push(self, shard: int) -> Send:
         assert self.machine.may_fill(shard)
         self.machine.fill(shard)
-        (send,) = self.say(Filled(shard))
+        (send,) = self.say(slots.Filled(shard))
         assert isinstance(send, Send)
         return send
 
     def sent(self, send: Send) -> list[Effect]:
-        return self.say(SlotSent(send.shard, send.serial))
+        return self.say(slots.SlotSent(send.shard, send.serial))
 
     def arrives(self, shard: int, version: int) -> None:
-        assert self.say(Arriving(shard, version, V1)) == [Land(shard)]
-        self.say(Landed(shard))
+        assert self.say(Arriving(shard, version, V1)) == [slots.Land(shard)]
+        self.say(slots.Landed(shard))
 
 
 def test_a_shard_s_version_is_the_answer_to_its_own_contribution_whatever_the_others_do() -> None:
@@ -101,16 +85,6 @@ def test_nothing_is_sent_before_the_first_version_of_the_shard_is_here() -> None
     assert not bench.machine.may_fill(1)
 
 
-def test_the_worker_that_the_view_names_uploads_once_it_is_linked_to_all_servers() -> None:
-    bench = _Bench(begun=False, uploader="me")
-    assert bench.machine.next_action() == UploadFirst()
-    assert bench.machine.take(UploadFirst())
-    assert bench.machine.next_action() is None
-    bench.say(LinkLost("s1"))  # what was uploaded to it may be lost
-    bench.say(LinkUp("s1"))
-    assert bench.machine.next_action() == UploadFirst()
-
-
 def test_what_a_lost_link_may_have_taken_with_it_is_sent_again() -> None:
     bench = _Bench()
     queued, waiting = bench.push(1), bench.push(3)
@@ -122,8 +96,8 @@ def test_what_a_lost_link_may_have_taken_with_it_is_sent_again() -> None:
     again = [bench.push(shard) for shard in (1, 3)]
     assert [send.step for send in again] == [0, 0]
     assert bench.sent(queued) == []  # of the lost link: the slot holds something newer
-    assert bench.machine.slots[1] is Slot.QUEUED
-    assert bench.machine.slots[0] is Slot.QUEUED
+    assert bench.machine.slots[1] is slots.Slot.QUEUED
+    assert bench.machine.slots[0] is slots.Slot.QUEUED
     bench.sent(kept)
     assert not bench.machine.may_fill(0)
 
@@ -143,7 +117,7 @@ def test_a_version_that_comes_while_its_contribution_waits_to_be_sent_again_is_f
     bench.say(LinkUp("s1"))
     again = bench.push(1)  # the round is over there: its version is on its way
     assert bench.say(Arriving(1, 1, V1)) == [DropArriving(1)]
-    assert bench.sent(again) == [Fetch(1, 1, "s1")]
+    assert bench.sent(again) == [slots.Fetch(1, 1, "s1")]
     bench.arrives(1, 1)
     bench.machine.taken(1)
     assert bench.machine.at[1] == 1

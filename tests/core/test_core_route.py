@@ -10,21 +10,10 @@ import pytest
 from rallypoint.core.modes import ModeTraits
 from rallypoint.core.placing.pinned import nearest_aggregators
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.worker import slots
 from rallypoint.core.worker.factory import WorkerPlan, shell_for
 from rallypoint.core.worker.shell import LinkTable, WorkerShell
-from rallypoint.core.worker.slots import (
-    Arriving,
-    Compute,
-    DropArriving,
-    Effect,
-    Filled,
-    Follow,
-    Install,
-    Land,
-    Landed,
-    Send,
-    SlotSent,
-)
+from rallypoint.core.worker.slots import Arriving, Compute, DropArriving, Effect, Filled, Follow, Install, Land, Send
 
 A0 = Member("a0", "rack", "a0", 7)
 SERVERS = (Member("s0", "h", "s0", 1), Member("s1", "h", "s1", 2))
@@ -63,7 +52,7 @@ class Bench:
             event = Arriving(shard, version, self.shell.number)
             effects += self.shell.arriving(event, server)
             if Land(shard) in effects:
-                effects += self.shell.machine.handle(Landed(shard))
+                effects += self.shell.machine.handle(slots.Landed(shard))
         return effects
 
     def install(self, version: int, server: str = "") -> list[Effect]:
@@ -84,7 +73,7 @@ class Bench:
                 for effect in machine.handle(Filled(shard)):
                     if isinstance(effect, Send):
                         sent.append((shard, effect.server))
-                        machine.handle(SlotSent(shard, effect.serial))
+                        machine.handle(slots.SlotSent(shard, effect.serial))
         self.shell.end_replica(whole=True)
         return sent
 

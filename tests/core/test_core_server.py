@@ -7,25 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rallypoint.core.policy import Async, Policy, Sync
+from rallypoint.core.shard import effects as fx
 from rallypoint.core.shard.clip import Measure, Rule, StepVerdict, Tell
-from rallypoint.core.shard.effects import (
-    Abandon,
-    Apply,
-    BackupCaughtUp,
-    CaptureShard,
-    Drop,
-    Fill,
-    Finish,
-    InstallFirst,
-    Prove,
-    Publish,
-    Reply,
-    Take,
-)
+from rallypoint.core.shard.effects import Abandon, Apply, BackupCaughtUp, CaptureShard, Fill, Finish, Prove, Publish
 from rallypoint.core.shard.events import Acked, Compared, Contribute, Initialise, Loaded, Replicated
 from rallypoint.core.shard.machine import Proofs, ShardMachine
 from rallypoint.core.shard.server import (
@@ -151,18 +137,11 @@ def test_after_a_roll_back_everything_is_let_go_and_read_from_the_snapshot() -> 
     assert _on(server.handle(0, Loaded(7)), Publish) == [(0, Publish(7))]
 
 
-def test_a_new_generation_reads_nothing() -> None:
-    server = ServerMachine("s0", _plan(1))
-    assert not any(isinstance(effect, Restore) for effect in server.adopt(_view(1, {0: "s0"})))
-
-
 def test_a_server_that_was_given_up_and_came_back_holds_nothing_of_what_it_held() -> None:
     server = _server(_plan(2), _view(1, {0: "s0", 1: "s1"}, {1: "s0"}))
     server.handle(1, Loaded(5))
     effects = server.adopt(_view(3, {0: "s1", 1: "s1"}, {0: "s0", 1: "s0"}, incarnations={"s0": 9, "s1": 2}))
-    assert [effect for effect in effects if isinstance(effect, (Own, Disown))] == [
-        Disown(0), Disown(1), Own(0), Own(1),
-    ]  # fmt: skip
+    assert [effect for effect in effects if isinstance(effect, (Own, Disown))] == [Disown(0), Disown(1), Own(0), Own(1)]
     assert not any(isinstance(effect, Restore) for effect in effects)  # the others go on: it will be filled
     assert server.incarnation == 9
     assert all(server.machine(index).version == -1 for index in (0, 1))  # type: ignore[union-attr]
@@ -204,7 +183,7 @@ def test_backups_are_filled_a_few_at_a_time_once_they_are_linked_and_there_is_so
 
 def test_a_backup_that_is_linked_before_there_is_anything_to_send_is_filled_with_the_first_version() -> None:
     server = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}), "s1", initialised=False)
-    assert server.handle(0, Initialise(1)) == [On(0, InstallFirst(1)), On(0, Publish(0)), On(0, Fill(0))]
+    assert server.handle(0, Initialise(1)) == [On(0, fx.InstallFirst(1)), On(0, Publish(0)), On(0, Fill(0))]
     restored = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}, origin="step-3"), "s1", initialised=False)
     assert restored.handle(0, Loaded(3)) == [On(0, Publish(3)), On(0, Fill(3))]
 
@@ -307,67 +286,6 @@ def test_a_demoted_primary_gives_up_its_version_and_is_filled_by_the_new_one() -
     assert server.takes_from(0, "s1")
 
 
-@given(st.data())
-def test_whatever_views_come_a_server_holds_what_they_say_and_fills_only_linked_backups(data: st.DataObject) -> None:
-    servers, shards = ["s0", "s1", "s2"], 5
-    machine, linked = ServerMachine("s0", _plan(shards, decides=True)), set[str]()
-    filling: dict[tuple[int, bool], str] = {}
-    newest = _view(0, {})
-    for count in range(1, data.draw(st.integers(2, 15))):
-        primary = {shard: data.draw(st.sampled_from(servers)) for shard in range(shards)}
-        others = st.sampled_from([*servers, ""])
-        backup = {s: b for s, home in primary.items() if (b := data.draw(others)) not in ("", home)}
-        generation = data.draw(st.sampled_from([1, 1, 1, count]))
-        generation = max(generation, newest.generation.count)
-        together = {
-            s: newest.paired[s].count for s, b in backup.items()
-            if generation == newest.generation.count and (newest.primary.get(s),
-                newest.backup.get(s)) == (primary[s], b)
-        }  # fmt: skip
-        paired = {s: together.get(s, count) for s in backup}
-        third = {
-            s: Incoming(one, ViewNumber(1, count)) for s, b in backup.items()
-            if (one := data.draw(others)) not in ("", b, primary[s])
-        }  # fmt: skip
-        same = {s for s in third if (newest.primary.get(s), newest.generation.count) == (primary[s], generation)}
-        third |= {s: newest.incoming[s] for s in same & newest.incoming.keys() if newest.incoming[s].server ==
-                  third[s].server}  # fmt: skip
-        view = _view(count, primary, backup, generation=generation, origin="step-3", paired=paired)
-        newest = view = msgspec.structs.replace(view, incoming=third)
-        if data.draw(st.integers(0, 3)) == 0:
-            continue  # this server does not hear of it
-        before = {*machine.caught_up.items(), *machine.arrived.items()}
-        effects = machine.adopt(view)
-        assert {*machine.caught_up.items(), *machine.arrived.items()} <= before
-        assert machine.held == sorted(s for s in primary if "s0" in view.holders_of(s))
-        owned = [effect.shard for effect in effects if isinstance(effect, Own)]
-        assert len(owned) == len(set(owned))
-        for index in machine.held:
-            assert machine.is_primary(index) == (primary[index] == "s0")
-        peer = data.draw(st.sampled_from(["s1", "s2"]))
-        if peer in linked:
-            effects += machine.peer_lost(peer)
-            linked.discard(peer)
-        else:
-            linked.add(peer)
-            effects += machine.peer_linked(peer)
-        for index in machine.held:
-            if machine.is_primary(index) and machine.machine(index).version < 0:  # type: ignore[union-attr]
-                effects += machine.handle(index, Loaded(3))
-        for index, incoming in [copy for copy in sorted(machine.pairs.filling) if data.draw(st.booleans())]:
-            version = machine.machine(index).version  # type: ignore[union-attr]
-            effects += machine.handle(index, Acked(version, incoming=incoming))
-        filled = _on(effects, Fill)
-        assert len(machine.pairs.filling) <= FILLS_AT_ONCE
-        for index, fill in filled:
-            filling[index, fill.incoming] = third[index].server if fill.incoming else backup[index]
-        for index, incoming in machine.pairs.filling:
-            assert (third[index].server if incoming else backup[index]) in filling.values()
-        assert machine.caught_up.items() <= {s: view.paired[s] for s in backup if primary[s] == "s0"}.items()
-        assert machine.arrived.items() <= {s: third[s].paired for s in third if primary[s] == "s0"}.items()
-        machine.validate()
-
-
 # ---- decisions ----
 
 
@@ -401,7 +319,7 @@ def test_without_decisions_nothing_is_measured_and_nothing_told() -> None:
     server = _server(_plan(1), _view(1, {0: "s0"}))
     effects = server.handle(0, Contribute(0, 0, 1.0, 1))
     finished = Finish(0, 1.0, False, (), 1)
-    assert effects == [On(0, Take(1, 1.0)), On(0, finished), On(0, applied(0, 1.0)), On(0, Publish(1))]
+    assert effects == [On(0, fx.Take(1, 1.0)), On(0, finished), On(0, applied(0, 1.0)), On(0, Publish(1))]
     assert server.measured(0, Measure(0, (1.0,))) == []
     assert server.told(0, [Measure(0, (1.0,))]) == []
     assert server.peer_linked("s1") == []
@@ -490,11 +408,6 @@ def test_decisions_of_a_stale_generation_are_forgotten() -> None:
     assert [effect for effect in effects if isinstance(effect, StepVerdict)] == []
 
 
-def test_a_view_survives_being_adopted_after_the_wire() -> None:
-    view = msgspec.msgpack.decode(msgspec.msgpack.encode(_view(1, {0: "s0"}, {0: "s1"})), type=View)
-    assert ServerMachine("s0", _plan(1)).adopt(view) == [Own(0)]
-
-
 def test_a_verdict_of_a_generation_that_is_over_decides_nothing() -> None:
     """It was in the inbox when all went back to a snapshot: with a quorum the step's sum is another one now."""
     server = _server(_plan(1, decides=True), _view(1, {0: "s0"}))
@@ -541,7 +454,7 @@ def test_a_worker_s_new_link_takes_the_place_of_its_old_one_before_that_is_known
     assert shell.want(old, "w", 0, 0) == []  # not yet: there is no version
     assert shell.linked(new, "w") == []
     assert shell.followers == []
-    assert _on(shell.machine.handle(0, Initialise(1)), Reply) == []
+    assert _on(shell.machine.handle(0, Initialise(1)), fx.Reply) == []
     shell.follow(new)
     assert shell.gone(old, "w") == []
     assert (shell.followers, shell.workers) == ([new], {"w": new})
@@ -698,7 +611,7 @@ def test_a_demoted_primary_that_holds_something_else_is_filled_and_is_no_liar(di
     assert isinstance(answer, Answer)
     assert answer.differs
     assert servers.machine("s0").version == 0  # all that was published is in it: it is kept until it is filled
-    assert servers.machine("s0").handle(Replicated(0, False, 7)) == [Drop(7)]
+    assert servers.machine("s0").handle(Replicated(0, False, 7)) == [fx.Drop(7)]
     assert _on(servers.acks("s0", 0, digest, by="s1"), Fill) == [(0, Fill(0))]
     assert servers.shells["s1"].machine.caught_up == {0: FIRST}
     assert servers.machine("s1").published == -1

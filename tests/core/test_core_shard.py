@@ -13,39 +13,10 @@ from shard_play import missing
 
 from rallypoint.core.policy import Async, BoundedStaleness, Policy, Sync
 from rallypoint.core.policy import Verdict as Admission
-from rallypoint.core.shard.effects import (
-    Abandon,
-    Acknowledge,
-    Add,
-    Apply,
-    BackupCaughtUp,
-    CaptureShard,
-    Discard,
-    Drop,
-    Effect,
-    Fill,
-    Finish,
-    Gather,
-    Hold,
-    InstallFirst,
-    Merge,
-    OnTime,
-    Publish,
-    Take,
-)
-from rallypoint.core.shard.events import (
-    Acked,
-    Assigned,
-    CaptureAt,
-    Contribute,
-    Decide,
-    Event,
-    FillBackup,
-    Fold,
-    Initialise,
-    Loaded,
-    Replicated,
-)
+from rallypoint.core.shard import effects as fx
+from rallypoint.core.shard import events
+from rallypoint.core.shard.effects import Acknowledge, Apply, CaptureShard, Drop, Effect, Fill, Finish, Publish, Take
+from rallypoint.core.shard.events import Acked, Assigned, Contribute, Decide, Event, FillBackup, Initialise, Loaded
 from rallypoint.core.shard.machine import ShardMachine
 
 
@@ -92,7 +63,7 @@ class _Bench:
                 case Take(ticket=ticket, at=at):
                     assert at not in parts
                     parts[at] = f"{self.tickets[ticket].step}/{self.tickets[ticket].replica}"
-                case Merge(left=left, right=right):
+                case fx.Merge(left=left, right=right):
                     parts[left] = (parts[left], parts.pop(right))
                 case Finish():
                     assert set(parts) == {0}
@@ -135,28 +106,23 @@ def test_contributions_are_summed_by_the_tree_whatever_order_they_arrive_in(
     bench = _ready(replicas, decides)
     _play(bench, steps)
     trees: dict[int, Callable[[list[str]], object]] = {
-        1: lambda r: r[0],
-        2: lambda r: (r[0], r[1]),
-        3: lambda r: ((r[0], r[1]), r[2]),
-        4: lambda r: ((r[0], r[1]), (r[2], r[3])),
-        5: lambda r: (((r[0], r[1]), (r[2], r[3])), r[4]),
+        1: lambda r: r[0], 2: lambda r: (r[0], r[1]), 3: lambda r: ((r[0], r[1]), r[2]),
+        4: lambda r: ((r[0], r[1]), (r[2], r[3])), 5: lambda r: (((r[0], r[1]), (r[2], r[3])), r[4]),
         6: lambda r: (((r[0], r[1]), (r[2], r[3])), (r[4], r[5])),
     }
     leaves = [[f"{step}/{replica}" for replica in range(replicas)] for step in range(len(steps))]
     assert bench.summed() == [trees[replicas](of_step) for of_step in leaves]
-    assert not bench.of(Add, Hold)
+    assert not bench.of(fx.Add, fx.Hold)
 
 
 @given(_storms(), st.booleans())
-def test_every_ticket_goes_out_exactly_once(
-    storm: tuple[int, list[list[tuple[int, int]]]], decides: bool
-) -> None:
+def test_every_ticket_goes_out_exactly_once(storm: tuple[int, list[list[tuple[int, int]]]], decides: bool) -> None:
     replicas, steps = storm
     bench = _ready(replicas, decides)
     _play(bench, steps)
-    out = Counter(effect.ticket for effect in bench.of(Take, Add, Drop))  # type: ignore[attr-defined]
+    out = Counter(effect.ticket for effect in bench.of(Take, fx.Add, Drop))  # type: ignore[attr-defined]
     assert out == Counter(list(bench.tickets))
-    held = [effect.ticket for effect in bench.of(Hold)]  # type: ignore[attr-defined]
+    held = [effect.ticket for effect in bench.of(fx.Hold)]  # type: ignore[attr-defined]
     assert len(held) == len(set(held))
     assert not {e.ticket for e in bench.of(Drop)} & set(held)  # type: ignore[attr-defined]
 
@@ -209,7 +175,7 @@ def test_missing_names_who_has_not_come_and_only_what_waits_for_a_lower_replica_
         taken, *others = bench.push(0, replica)
         assert taken == Take(count + 1, 1.0, None, replica, 1, not in_turn)
         early |= set() if in_turn else {replica}
-        on_time = [effect.at for effect in others if isinstance(effect, OnTime)]
+        on_time = [effect.at for effect in others if isinstance(effect, fx.OnTime)]
         assert len(on_time) == len(set(on_time))
         assert set(on_time) <= early
         early -= set(on_time)
@@ -223,11 +189,11 @@ def test_a_larger_block_supersedes_what_it_covers_and_what_is_covered_is_a_repea
     bench.push(0, 1)
     bench.push(0, 3)
     block = Contribute(0, 0, 4.5, 3, count=4)
-    assert bench.handle(block) == [Discard(1), OnTime(1), Discard(3), OnTime(3), Take(3, 4.5, None, 0, 4)]
+    assert bench.handle(block) == [fx.Discard(1), fx.OnTime(1), fx.Discard(3), fx.OnTime(3), Take(3, 4.5, None, 0, 4)]
     for replica, count in ((0, 1), (2, 1), (2, 2), (0, 4)):
         assert bench.handle(Contribute(0, replica, 1.0, 9, count=count)) == [Drop(9)]
     assert bench.handle(Contribute(0, 4, 2.0, 4, count=2)) == [
-        Take(4, 2.0, None, 4, 2), Merge(0, 4), Finish(0, 6.5, False, (), 6), applied(0, 1.0), Publish(1),
+        Take(4, 2.0, None, 4, 2), fx.Merge(0, 4), Finish(0, 6.5, False, (), 6), applied(0, 1.0), Publish(1),
     ]  # fmt: skip
 
 
@@ -314,18 +280,10 @@ def test_a_contribution_to_the_next_step_while_a_decision_is_awaited_is_dropped_
     assert bench.push(1, 0)[0] == Take(4, 1.0)  # sent again, it counts
 
 
-def test_a_buffer_shard_takes_replica_0_alone() -> None:
-    bench = _ready(1)
-    (dropped,) = bench.push(0, 1)
-    assert isinstance(dropped, Drop)
-    assert dropped.fault == "replica 1 does not contribute to this shard (it has 1)"
-    assert bench.push(0, 0) == [Take(2, 1.0), Finish(0, 1.0, False, (), 1), applied(0, 1.0), Publish(1)]
-
-
 def test_the_first_parameters_are_installed_and_later_ones_dropped_without_fault() -> None:
     bench = _Bench(ShardMachine(Sync(), 1))
     assert bench.machine.version == -1
-    assert bench.handle(Initialise(10)) == [InstallFirst(10), Publish(0)]
+    assert bench.handle(Initialise(10)) == [fx.InstallFirst(10), Publish(0)]
     assert bench.handle(Initialise(11)) == [Drop(11)]
     bench.push(0, 0)
     assert bench.handle(Initialise(12)) == [Drop(12)]
@@ -395,7 +353,7 @@ class _Pair:
                 case Fill(version=version):
                     self.down.append(Loaded(version))
                 case Apply(step=step, scale=scale, replicate=True):
-                    self.down.append(Replicated(step, scale is None, self.ticket()))
+                    self.down.append(events.Replicated(step, scale is None, self.ticket()))
         self.effects += effects
         return effects
 
@@ -406,7 +364,7 @@ class _Pair:
         return effects
 
     def _count(self, effects: list[Effect]) -> None:
-        self.out.update(effect.ticket for effect in effects if isinstance(effect, (InstallFirst, Take, Add, Drop)))
+        self.out.update(e.ticket for e in effects if isinstance(e, (fx.InstallFirst, Take, fx.Add, Drop)))
 
     def step(self, step: int) -> list[Effect]:
         for replica in range(self.primary.expected - 1):
@@ -433,7 +391,7 @@ def _caught_up(expected: int = 1, decides: bool = False) -> _Pair:
 def test_before_its_first_acknowledgement_a_backup_holds_nothing_up() -> None:
     pair = _Pair()
     assert pair.run(FillBackup()) == []  # there is nothing to send yet
-    assert pair.run(Initialise(pair.ticket())) == [InstallFirst(1), Publish(0)]
+    assert pair.run(Initialise(pair.ticket())) == [fx.InstallFirst(1), Publish(0)]
     assert pair.primary.copies.backup.needs_sync
     assert pair.step(0)[1:] == [Finish(0, 1.0, False, (), 1), applied(0, 1.0), Publish(1)]
     assert pair.run(FillBackup()) == [Fill(1)]
@@ -451,7 +409,7 @@ def test_a_backup_has_caught_up_once_it_holds_all_that_has_been_published() -> N
     assert not pair.primary.copies.backup.caught_up
     pair.step(1)
     assert pair.published == [0, 1]  # from the first acknowledgement on it is waited for
-    assert pair.run(Acked(1)) == [BackupCaughtUp()]
+    assert pair.run(Acked(1)) == [fx.BackupCaughtUp()]
     assert pair.run(Acked(2)) == [Publish(2)]
 
 
@@ -480,7 +438,7 @@ def test_whatever_happens_to_the_link_what_is_published_is_on_the_backup_that_ma
             pair.run(pair.up.pop(0))
         elif what == "cut":
             for lost in pair.down:
-                if isinstance(lost, Replicated):
+                if isinstance(lost, events.Replicated):
                     pair.out[lost.ticket] += 1
             pair.down.clear()
             pair.up.clear()
@@ -509,15 +467,7 @@ def test_after_a_lost_link_the_backup_gets_the_whole_state_again_and_nothing_pas
     assert pair.published == [0]
     pair.deliver()
     assert pair.published == [0, 1]
-    assert BackupCaughtUp() not in pair.effects[-2:]  # that was said
-
-
-def test_a_lost_link_before_the_first_state_was_sent_changes_nothing() -> None:
-    pair = _Pair()
-    pair.primary.copies.backup.link_lost()
-    assert pair.primary.copies.backup.needs_sync
-    pair.run(Initialise(pair.ticket()))
-    assert pair.run(FillBackup()) == [Fill(0)]
+    assert fx.BackupCaughtUp() not in pair.effects[-2:]  # that was said
 
 
 def test_a_new_backup_starts_from_nothing_and_holds_nothing_up() -> None:
@@ -550,23 +500,23 @@ def test_a_view_that_changes_nothing_for_the_shard_changes_nothing() -> None:
 def test_a_backup_applies_the_same_update_and_acknowledges_it() -> None:
     backup = ShardMachine(Sync(), 3, decides=True, primary=False)
     assert backup.handle(Loaded(4)) == [Acknowledge(4)]
-    assert backup.handle(Replicated(4, False, 1)) == [Take(1, 1.0), applied(4, 1.0), Acknowledge(5)]
-    assert backup.handle(Replicated(5, True, 2)) == [Take(2, 1.0), applied(5, None), Acknowledge(6)]
+    assert backup.handle(events.Replicated(4, False, 1)) == [Take(1, 1.0), applied(4, 1.0), Acknowledge(5)]
+    assert backup.handle(events.Replicated(5, True, 2)) == [Take(2, 1.0), applied(5, None), Acknowledge(6)]
     assert backup.version == 6
 
 
 def test_a_backup_drops_what_it_has_and_what_comes_before_its_state() -> None:
     backup = ShardMachine(Sync(), 1, primary=False)
-    assert backup.handle(Replicated(0, False, 1)) == [Drop(1)]
+    assert backup.handle(events.Replicated(0, False, 1)) == [Drop(1)]
     backup.handle(Loaded(4))
-    assert backup.handle(Replicated(3, False, 2)) == [Drop(2), Acknowledge(4)]
-    assert backup.handle(Replicated(6, False, 3)) == [Drop(3)]
+    assert backup.handle(events.Replicated(3, False, 2)) == [Drop(2), Acknowledge(4)]
+    assert backup.handle(events.Replicated(6, False, 3)) == [Drop(3)]
     assert backup.version == 4
 
 
 def test_a_primary_takes_no_update_from_another_that_was_replaced() -> None:
     pair = _caught_up()
-    assert pair.run(Replicated(0, False, 9)) == [Drop(9)]
+    assert pair.run(events.Replicated(0, False, 9)) == [Drop(9)]
 
 
 def test_a_backup_takes_no_contribution_no_first_weights_no_decision_and_no_snapshot() -> None:
@@ -575,7 +525,7 @@ def test_a_backup_takes_no_contribution_no_first_weights_no_decision_and_no_snap
     backup.handle(Loaded(2))
     assert backup.handle(Contribute(2, 0, 1.0, 2)) == [Drop(2)]
     assert backup.handle(Decide(2, 0.5)) == []
-    assert backup.handle(CaptureAt(5)) == [CaptureShard(6, missed=True)]
+    assert backup.handle(events.CaptureAt(5)) == [CaptureShard(6, missed=True)]
     assert backup.handle(FillBackup()) == []
     assert backup.handle(Acked(2)) == []
 
@@ -586,7 +536,7 @@ def test_a_promoted_backup_publishes_what_it_holds_and_goes_on_from_there() -> N
     pair.deliver()
     assert pair.published == [0, 1]
     survivor = _Bench(pair.backup)
-    assert survivor.handle(Assigned(primary=True, backup=False, fresh=False)) == [Abandon(), Publish(1)]
+    assert survivor.handle(Assigned(primary=True, backup=False, fresh=False)) == [fx.Abandon(), Publish(1)]
     survivor.push(1, 1)
     survivor.push(1, 0)
     assert survivor.of(Publish) == [Publish(1), Publish(2)]
@@ -597,14 +547,14 @@ def test_a_promoted_backup_may_be_one_version_ahead_of_what_was_published_and_pu
     pair.step(0)
     pair.at_backup(pair.down.pop(0))  # and the acknowledgement is lost with the primary
     assert pair.published == [0]
-    assert pair.backup.handle(Assigned(primary=True, backup=True, fresh=True)) == [Abandon(), Publish(1)]
+    assert pair.backup.handle(Assigned(primary=True, backup=True, fresh=True)) == [fx.Abandon(), Publish(1)]
     assert pair.backup.copies.backup.needs_sync
     assert pair.backup.handle(Contribute(0, 0, 1.0, 9)) == [Drop(9)]  # it is sent again, and not needed
 
 
 def test_a_backup_that_is_promoted_before_its_state_came_publishes_nothing() -> None:
     backup = ShardMachine(Sync(), 1, primary=False)
-    assert backup.handle(Assigned(primary=True, backup=False, fresh=False)) == [Abandon()]
+    assert backup.handle(Assigned(primary=True, backup=False, fresh=False)) == [fx.Abandon()]
     assert backup.published == -1
 
 
@@ -613,11 +563,11 @@ def test_a_demoted_primary_drops_its_sum_and_waits_for_the_state() -> None:
     held = [pair.ticket(), pair.ticket()]
     pair.run(Contribute(0, 2, 1.0, held[0]))
     pair.run(Contribute(0, 0, 1.0, held[1]))
-    assert pair.run(Assigned(primary=False, backup=False, fresh=False)) == [Abandon()]
+    assert pair.run(Assigned(primary=False, backup=False, fresh=False)) == [fx.Abandon()]
     assert (pair.primary.version, pair.primary.published, pair.primary.copies.backup.caught_up) == (-1, -1, False)
     assert missing(pair.primary) == [0, 1, 2]
     assert pair.primary.handle(Loaded(7)) == [Acknowledge(7)]
-    assert pair.primary.handle(Replicated(7, False, 50)) == [Take(50, 1.0), applied(7, 1.0), Acknowledge(8)]
+    assert pair.primary.handle(events.Replicated(7, False, 50)) == [Take(50, 1.0), applied(7, 1.0), Acknowledge(8)]
 
 
 @given(st.integers(1, 5), st.data())
@@ -634,7 +584,7 @@ def test_every_ticket_leaves_once_whenever_the_primary_is_demoted_and_promoted_a
             if bench.machine.version < 0:
                 bench.handle(Loaded(2))
     bench.handle(Assigned(primary=False, backup=False, fresh=False))
-    out = Counter(effect.ticket for effect in bench.of(Take, Add, Drop))  # type: ignore[attr-defined]
+    out = Counter(effect.ticket for effect in bench.of(Take, fx.Add, Drop))  # type: ignore[attr-defined]
     assert out == Counter(list(bench.tickets))
 
 
@@ -650,18 +600,12 @@ def test_a_decision_does_not_survive_a_demotion() -> None:
 # ---- snapshots ----
 
 
-def test_a_restored_primary_publishes_its_version_and_goes_on() -> None:
-    bench = _Bench(ShardMachine(Sync(), 1))
-    assert bench.handle(Loaded(41)) == [Publish(41)]
-    assert bench.push(41, 0)[-1] == Publish(42)
-
-
 @given(st.integers(0, 5), st.integers(0, 8))
 def test_a_capture_happens_at_exactly_its_version_or_is_too_late(now: int, wanted: int) -> None:
     bench = _ready(1)
     for step in range(now):
         bench.push(step, 0)
-    effects = bench.handle(CaptureAt(wanted))
+    effects = bench.handle(events.CaptureAt(wanted))
     if wanted < now:
         assert effects == [CaptureShard(now, missed=True)]
         return
@@ -674,13 +618,13 @@ def test_a_capture_happens_at_exactly_its_version_or_is_too_late(now: int, wante
 
 def test_a_version_is_captured_before_it_is_published_and_even_while_the_backup_is_waited_for() -> None:
     pair = _caught_up()
-    pair.run(CaptureAt(1))
+    pair.run(events.CaptureAt(1))
     assert pair.step(0)[2:] == [applied(0, 1.0, replicate=True), CaptureShard(1)]
     fresh = _Bench(ShardMachine(Sync(), 1))
-    assert fresh.handle(CaptureAt(0)) == []
-    assert fresh.handle(Initialise(1)) == [InstallFirst(1), CaptureShard(0), Publish(0)]
+    assert fresh.handle(events.CaptureAt(0)) == []
+    assert fresh.handle(Initialise(1)) == [fx.InstallFirst(1), CaptureShard(0), Publish(0)]
     restored = ShardMachine(Sync(), 1)
-    restored.handle(CaptureAt(3))
+    restored.handle(events.CaptureAt(3))
     assert restored.handle(Loaded(3)) == [CaptureShard(3), Publish(3)]
 
 
@@ -688,14 +632,14 @@ def test_a_version_is_captured_before_it_is_published_and_even_while_the_backup_
 def test_a_capture_that_comes_while_a_shard_of_a_streaming_job_is_restored_is_made_when_it_is(policy: Policy) -> None:
     """Versions count updates there: the version that names the snapshot may never be one of the shard."""
     machine = ShardMachine(policy, 2, rounds=9)
-    assert machine.handle(CaptureAt(4)) == []
+    assert machine.handle(events.CaptureAt(4)) == []
     assert CaptureShard(9, clocks=(5, 4)) in machine.handle(Loaded(9, (5, 4)))
     assert not [effect for effect in machine.handle(Contribute(5, 0, 1.0, 1)) if isinstance(effect, CaptureShard)]
 
 
 def test_a_capture_is_forgotten_with_the_role() -> None:
     bench = _ready(1)
-    bench.handle(CaptureAt(1))
+    bench.handle(events.CaptureAt(1))
     bench.handle(Assigned(primary=False, backup=False, fresh=False))
     bench.handle(Loaded(0))
     bench.handle(Assigned(primary=True, backup=False, fresh=False))
@@ -709,13 +653,13 @@ def test_what_is_being_folded_when_a_backup_is_filled_is_in_its_state() -> None:
     primary.handle(Initialise(1))
     for replica in (0, 2):
         effects = primary.handle(Contribute(0, replica, 1.0, ticket=2 + replica))
-    assert effects[-1] == Gather(), "one more may come, or the owner's idle moment"
+    assert effects[-1] == fx.Gather(), "one more may come, or the owner's idle moment"
     *folded, fill = primary.handle(FillBackup())
     (applied,) = (effect for effect in folded if isinstance(effect, Apply))
     assert (applied.version, applied.replicate) == (1, False)
     assert fill == Fill(1, clocks=(1, 0, 1))
     assert primary.clocks.steps == [1, 0, 1], "told with the state: the backup drops both if they come again"
-    assert primary.handle(Fold()) == []
+    assert primary.handle(events.Fold()) == []
 
 
 def test_a_quorum_s_latecomers_are_dropped_once_and_are_no_repeats() -> None:

@@ -8,16 +8,8 @@ from typing import Any
 import pytest
 from test_core_cluster import RECORD, _again, _begun, _Job, _of, _terms
 
-from rallypoint.core.cluster.effects import (
-    Admit,
-    Announce,
-    Effect,
-    FindSnapshot,
-    PublishView,
-    Refuse,
-    SendRecord,
-    TakeSnapshot,
-)
+from rallypoint.core.cluster import effects as fx
+from rallypoint.core.cluster.effects import Admit, Announce, Effect, FindSnapshot, PublishView, Refuse, TakeSnapshot
 from rallypoint.core.cluster.events import From, Joined, Left, SnapshotOrdered, Tick, Unlinked
 from rallypoint.core.cluster.reach import RETURN_S
 from rallypoint.core.cluster.terms import LIVING_S
@@ -101,7 +93,7 @@ def test_a_connection_that_times_out_is_no_departure() -> None:
     assert _silence(job, 1.5, heard=["s1", "w1"]) == []
     effects = _back(job, "s0", "w0")
     assert effects == [
-        Admit("s0", job.incarnations["s0"]), SendRecord("s0", RECORD), PublishView(view, ("s0",)),
+        Admit("s0", job.incarnations["s0"]), fx.SendRecord("s0", RECORD), PublishView(view, ("s0",)),
         Admit("w0", job.incarnations["w0"]), PublishView(view, ("w0",)),
     ]  # fmt: skip
     assert job.play(From("w0", Propose(RECORD))) == []

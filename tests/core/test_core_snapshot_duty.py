@@ -6,11 +6,7 @@ import pytest
 
 from rallypoint.config import JobConfig, record_of
 from rallypoint.core.cluster.events import SnapshotLost
-from rallypoint.core.cluster.storing.snapshot_duty import (
-    SNAPSHOT_PATIENCE,
-    SnapshotDuty,
-    slowest_clock,
-)
+from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE, SnapshotDuty, slowest_clock
 from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout

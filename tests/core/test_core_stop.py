@@ -7,17 +7,9 @@ from test_core_cluster import RECORD, SHARDS, _Job, _of, _record, _terms, applie
 
 from rallypoint.config import Reading
 from rallypoint.core import protocol
+from rallypoint.core.cluster import events
 from rallypoint.core.cluster.effects import Abort, Announce, Commit, FinishJob, PublishView, TakeSnapshot
-from rallypoint.core.cluster.events import (
-    Captured,
-    Committed,
-    Computed,
-    From,
-    Left,
-    SnapshotFound,
-    SnapshotLost,
-    SnapshotOrdered,
-)
+from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, SnapshotFound, SnapshotLost
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.modes import Feature, ModeTraits
@@ -57,6 +49,7 @@ def test_the_next_view_says_with_which_version_the_job_ends() -> None:
     _reported(job, 4)
     effects = job.play(_stop(job, 6))
     (publish,) = _of(PublishView, effects)
+    assert [said.text for said in _of(Announce, effects)] == ["the job ends with step 6: enough (w0)"]
     assert publish.view.orders.stop == EarlyEnd(6, "enough", "w0")
     assert set(publish.members) == {"s0", "s1", "w0", "w1"}
     _reported(job, 5)
@@ -174,7 +167,7 @@ def test_a_snapshot_of_the_last_version_is_dropped_when_a_later_one_is_the_last(
     job = _begun(snapshots=True)
     _reported(job, 4)
     job.play(_stop(job, 6))
-    (capture,) = _of(TakeSnapshot, job.play(SnapshotOrdered()))
+    (capture,) = _of(TakeSnapshot, job.play(events.SnapshotOrdered()))
     assert capture.version == 6
     effects = job.play(applied("s0", 7, job.view.generation))
     assert job.view.orders.stop is not None
@@ -249,13 +242,6 @@ def _job_of(**settings: object) -> _Job:
     job = _Job(_terms(2, 2), record=_record(**settings))  # type: ignore[arg-type]
     job.come("s0", "s1", "w0", "w1")
     return job
-
-
-def test_the_end_is_said_as_an_end_and_not_as_a_failure() -> None:
-    job = _begun()
-    _reported(job, 4)
-    said = [effect.text for effect in _of(Announce, job.play(_stop(job, 6)))]
-    assert said == ["the job ends with step 6: enough (w0)"]
 
 
 def test_where_scripts_make_sums_their_end_is_no_stop() -> None:

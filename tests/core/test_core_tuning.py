@@ -9,17 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core.plan.tuning import (
-    MEASURED,
-    WARM_UP,
-    Decision,
-    Facts,
-    Knob,
-    Tuner,
-    Window,
-    in_flight_knob,
-    pace_knob,
-)
+from rallypoint.core.plan import tuning
+from rallypoint.core.plan.tuning import MEASURED, WARM_UP, Facts, Knob, Tuner, Window, in_flight_knob, pace_knob
 
 Cost = Callable[[float], float]
 
@@ -50,10 +41,7 @@ def test_a_pace_just_below_the_links_rate_is_found_and_kept() -> None:
     tuner = Tuner(knob(60.0, 70.0, 80.0, 90.0, 110.0))
     _, log = played(tuner, paced(100.0, 1.5))
     assert tuner.best == tuner.value == 90.0
-    assert log[:2] == [
-        "pace_mbit 60 Mbit/s is tried",
-        "pace_mbit 60 Mbit/s: 0.90 x (2 steps), taken back",
-    ]
+    assert log[:2] == ["pace_mbit 60 Mbit/s is tried", "pace_mbit 60 Mbit/s: 0.90 x (2 steps), taken back"]
     (kept,) = (line for line in log if ", kept" in line)
     assert kept.startswith(
         "pace_mbit 90 Mbit/s in place of no pace_mbit: 1.35 x (12 steps, beside 12 of 1.5 s), kept; "
@@ -93,7 +81,7 @@ def test_when_members_change_the_value_in_force_comes_back_and_the_trial_begins_
     tuner = Tuner(knob(60.0, 90.0))
     while tuner.value != 90.0:
         tuner.stepped(1.5)
-    assert tuner.disturbed() == Decision(0.0, "")
+    assert tuner.disturbed() == tuning.Decision(0.0, "")
     assert tuner.disturbed() is None  # it counts already
     played(tuner, paced(100.0, 1.5))
     assert tuner.best == 90.0

@@ -5,25 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import pytest
 
 from rallypoint.config import resolve
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.placing import view_change
 from rallypoint.core.placing.speeds import Speeds
-from rallypoint.core.placing.view_change import (
-    AHEAD,
-    contributors,
-    first_homes,
-    following_assignments,
-    homings,
-    pairings,
-    rebalanced,
-    says_nothing_new,
-    still_caught_up,
-    surviving_primaries,
-)
+from rallypoint.core.placing.view_change import contributors, first_homes, following_assignments, says_nothing_new
 from rallypoint.core.view import Assignment, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.factory import shell_for
 from rallypoint.core.worker.shell import LinkTable
@@ -52,7 +41,7 @@ def _view(servers: dict[str, Member], replication: int = 2, count: int = 1, assi
     primary, backup = first_homes(LAYOUT.shards, servers, replication)
     number = ViewNumber(1, count)
     view = View(number, ViewNumber(1, 1), (), tuple(servers.values()), assignments, primary, backup)
-    return msgspec.structs.replace(view, paired=pairings(view, None))
+    return msgspec.structs.replace(view, paired=view_change.pairings(view, None))
 
 
 # ---- shards ----
@@ -67,27 +56,10 @@ def test_first_homes_do_not_depend_on_the_order_in_which_servers_came() -> None:
 def test_a_backup_is_promoted_only_if_it_has_caught_up_and_is_the_same_process() -> None:
     view = _view(_servers("a", "b"))
     (first_of_a, *_), alone = view.shards_of("a"), _servers("b")
-    assert surviving_primaries(view, _servers("a", "b"), frozenset()) == view.primary
-    assert surviving_primaries(view, alone, frozenset(SHARDS)) == dict.fromkeys(SHARDS, "b")
-    assert surviving_primaries(view, alone, frozenset(SHARDS) - {first_of_a}) is None
-    assert surviving_primaries(view, _servers("b", incarnation=2), frozenset(SHARDS)) is None
-
-
-@pytest.mark.parametrize("replication", [1, 2])
-def test_shards_move_to_a_new_server_by_way_of_backups_and_all_at_once(replication: int) -> None:
-    view = _view(_servers("a"), replication)
-    servers = _servers("a", "b")
-    primary, backup, third = rebalanced(view, view.primary, LAYOUT.shards, servers, frozenset(), replication)
-    assert third == {}  # no backup has caught up that it could come beside
-    assert primary == view.primary  # nothing has moved yet
-    filling = msgspec.structs.replace(view, servers=tuple(servers.values()), backup=backup)
-    wanted, *_ = rebalanced(filling, primary, LAYOUT.shards, servers, frozenset(backup), replication)
-    moved = {shard for shard in SHARDS if wanted[shard] == "b"}
-    assert moved
-    assert moved <= backup.keys()
-    for shard in moved:
-        but_one = frozenset(backup) - {shard}
-        assert rebalanced(filling, primary, LAYOUT.shards, servers, but_one, replication)[0] == primary
+    assert view_change.surviving_primaries(view, _servers("a", "b"), frozenset()) == view.primary
+    assert view_change.surviving_primaries(view, alone, frozenset(SHARDS)) == dict.fromkeys(SHARDS, "b")
+    assert view_change.surviving_primaries(view, alone, frozenset(SHARDS) - {first_of_a}) is None
+    assert view_change.surviving_primaries(view, _servers("b", incarnation=2), frozenset(SHARDS)) is None
 
 
 def test_a_meeting_lasts_while_primary_and_backup_are_the_same_processes() -> None:
@@ -96,21 +68,21 @@ def test_a_meeting_lasts_while_primary_and_backup_are_the_same_processes() -> No
     view = msgspec.structs.replace(before, number=ViewNumber(1, 2), servers=tuple(servers.values()))
     reborn = {s for s in SHARDS if "c" in (before.primary[s], before.backup[s])}
     assert 0 < len(reborn) < len(SHARDS)
-    view = msgspec.structs.replace(view, paired=pairings(view, before))
+    view = msgspec.structs.replace(view, paired=view_change.pairings(view, before))
     assert view.paired == {s: ViewNumber(1, 2 if s in reborn else 1) for s in SHARDS}
-    assert still_caught_up(view, before, frozenset(SHARDS)) == set(SHARDS) - reborn
+    assert view_change.still_caught_up(view, before, frozenset(SHARDS)) == set(SHARDS) - reborn
 
 
 def test_a_worker_that_missed_views_sees_that_a_shard_was_elsewhere_meanwhile() -> None:
     """Shard 0 went from a to b and back: a has dropped what it was sent before."""
     first = _view(_servers("a", "b"))
-    first = msgspec.structs.replace(first, homed=homings(first, None))
+    first = msgspec.structs.replace(first, homed=view_change.homings(first, None))
     away, back = dict(first.primary), first.primary
     away[0] = "b" if first.primary[0] == "a" else "a"
     views = [first]
     for count, primary in enumerate((away, back), start=2):
         view = msgspec.structs.replace(views[-1], number=ViewNumber(1, count), primary=primary)
-        views.append(msgspec.structs.replace(view, homed=homings(view, views[-1])))
+        views.append(msgspec.structs.replace(view, homed=view_change.homings(view, views[-1])))
     assert views[2].primary == first.primary
     assert views[2].moved(first) == views[1].moved(first) == [0]
     assert first.moved(first) == []
@@ -138,7 +110,7 @@ def test_survivors_keep_their_replicas_and_a_fair_assignment_follows_a_little_ah
     assert alone == Assignment(0, {"w0": (0, 1, 2, 3)})
     now, later = following_assignments(alone.replicas, ["w0", "w1"], 4, 5, Speeds())
     assert now == Assignment(0, {"w0": (0, 1, 2, 3), "w1": ()})
-    assert later == Assignment(5 + AHEAD, {"w0": (0, 1), "w1": (2, 3)})
+    assert later == Assignment(5 + view_change.AHEAD, {"w0": (0, 1), "w1": (2, 3)})
 
 
 def test_an_assignment_that_is_nearly_fair_stays() -> None:
@@ -211,13 +183,6 @@ def test_backups_have_caught_up_by_their_primary_s_word_until_the_two_part_or_th
     assert views.caught_up == set(of_a)
     views.adopt(views.first(LAYOUT.shards, members, (), uploader="w0", origin="step-1"))
     assert views.caught_up == set()
-
-
-def test_no_view_follows_when_a_shard_is_lost() -> None:
-    views, members = ViewSequence(1, 1), _members(("a", "b"), ("w0",))
-    views.adopt(views.first(LAYOUT.shards, members, (), uploader="w0", origin=""))
-    members.remove("b")
-    assert views.following(LAYOUT.shards, members, (), ending=False) is None
 
 
 def test_contributors_are_all_that_were_assigned_in_the_generation_and_are_here() -> None:

@@ -8,69 +8,21 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slot_bench import V1, SlotBench, view_of
+from slot_bench import V1, AlignedBench, view_of
 
 from rallypoint.core.cadence import TOGETHER, Cadence, Period
 from rallypoint.core.view import Assignment, View, ViewNumber
+from rallypoint.core.worker import slots
 from rallypoint.core.worker.aligned import WorkerMachine, sent_of, unapplied
-from rallypoint.core.worker.slots import (
-    Arriving,
-    Assisted,
-    Compute,
-    DropArriving,
-    Effect,
-    Fetch,
-    Filled,
-    Follow,
-    Install,
-    Installed,
-    Land,
-    Landed,
-    LinkLost,
-    LinkUp,
-    ReplicaAbandoned,
-    ReplicaComputed,
-    Send,
-    Slot,
-    SlotSent,
-    UploadFirst,
-    Viewed,
-)
+from rallypoint.core.worker.slots import Compute, DropArriving, Fetch, Follow, Install, Land, Landed, LinkUp, Viewed
 
 
-class _Bench(SlotBench):
+class _Bench(AlignedBench):
     def __init__(
         self, shards: int, view: View | None = None, buffers: Sequence[int] = (), steps: int = 10,
         cadence: Cadence = TOGETHER,
     ) -> None:  # fmt: skip
         super().__init__(WorkerMachine("me", shards, frozenset(buffers), steps, cadence=cadence), view)
-
-    def arrive(self, shard: int, version: int) -> list[Effect]:
-        number = self.machine.view.number if self.machine.view is not None else V1
-        return self.handle(Arriving(shard, version, number))
-
-    def land(self, version: int, shards: Sequence[int] | None = None) -> None:
-        for shard in range(self.shards) if shards is None else shards:
-            assert self.arrive(shard, version)[0] == Land(shard)
-            self.handle(Landed(shard))
-
-    def install(self, version: int) -> None:
-        self.land(version)
-        assert self.machine.next_action() == Install(version)
-        self.installed()
-        assert self.machine.step == version
-
-    def compute(self, *, sent: bool = True) -> list[Send]:
-        """One replica; what was sent."""
-        replica = self.begin()
-        sends = []
-        for shard in range(self.shards):
-            if self.machine.contributes(shard, replica) and self.machine.may_fill(shard):
-                sends += [effect for effect in self.fill(shard) if isinstance(effect, Send)]
-        self.handle(ReplicaComputed())
-        for send in sends if sent else ():
-            self.handle(SlotSent(send.shard, send.serial))
-        return sends
 
 
 def _at_step_0(shards: int = 2, assigned: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10) -> _Bench:
@@ -105,8 +57,8 @@ def test_the_first_weights_are_uploaded_by_whom_the_view_names_and_only_when_eve
     mine.handle(LinkUp("s0"))
     assert mine.machine.next_action() is None
     mine.handle(LinkUp("s1"))
-    assert mine.machine.next_action() == UploadFirst()
-    assert mine.machine.take(UploadFirst())
+    assert mine.machine.next_action() == slots.UploadFirst()
+    assert mine.machine.take(slots.UploadFirst())
     assert mine.machine.next_action() is None
     assert _Bench(2, view_of(2, uploader="somebody")).machine.next_action() is None
     assert _Bench(2, view_of(2, uploader="me", origin="step-7")).machine.next_action() is None  # the servers have them
@@ -114,33 +66,33 @@ def test_the_first_weights_are_uploaded_by_whom_the_view_names_and_only_when_eve
 
 def test_the_first_weights_are_uploaded_again_after_a_new_generation_and_not_after_any_otherview_of() -> None:
     bench = _Bench(2, view_of(2, uploader="me"))
-    assert bench.machine.take(UploadFirst())
+    assert bench.machine.take(slots.UploadFirst())
     bench.handle(Viewed(view_of(2, uploader="me", count=2)))
     assert bench.machine.next_action() is None
     bench.handle(Viewed(view_of(2, uploader="me", count=3, generation=3)))
     assert bench.machine.next_action() is None  # all links are made anew
     assert [bench.handle(LinkUp(server)) for server in ("s0", "s1")] == [[Follow("s0")], [Follow("s1")]]
-    assert bench.machine.next_action() == UploadFirst()
+    assert bench.machine.next_action() == slots.UploadFirst()
 
 
 def test_first_weights_that_were_lost_with_a_link_are_uploaded_again() -> None:
     bench = _Bench(2, view_of(2, uploader="me"))
-    assert bench.machine.take(UploadFirst())
-    bench.handle(LinkLost("s1"))
+    assert bench.machine.take(slots.UploadFirst())
+    bench.handle(slots.LinkLost("s1"))
     assert bench.machine.next_action() is None
     bench.handle(LinkUp("s1"))
-    assert bench.machine.next_action() == UploadFirst()
+    assert bench.machine.next_action() == slots.UploadFirst()
 
 
 def test_first_weights_that_are_known_to_have_come_are_not_uploaded_again() -> None:
     bench = _Bench(2, view_of(2, uploader="me"))
-    assert bench.machine.take(UploadFirst())
+    assert bench.machine.take(slots.UploadFirst())
     bench.arrive(1, 0)
-    bench.handle(LinkLost("s1"))
+    bench.handle(slots.LinkLost("s1"))
     bench.handle(LinkUp("s1"))
     assert bench.machine.next_action() is None
     bench.install(0)
-    bench.handle(LinkLost("s0"))
+    bench.handle(slots.LinkLost("s0"))
     bench.handle(LinkUp("s0"))
     assert bench.machine.next_action() == Compute(0, 0)
 
@@ -148,7 +100,7 @@ def test_first_weights_that_are_known_to_have_come_are_not_uploaded_again() -> N
 @pytest.mark.parametrize("view", [view_of(2, uploader="other"), view_of(2, uploader="me", origin="step-7")])
 def test_a_lost_link_takes_no_first_weights_of_one_who_uploaded_none(view: View) -> None:
     bench = _Bench(2, view)
-    bench.handle(LinkLost("s1"))
+    bench.handle(slots.LinkLost("s1"))
     bench.handle(LinkUp("s1"))
     assert bench.machine.next_action() is None
 
@@ -159,20 +111,20 @@ def test_a_lost_link_takes_no_first_weights_of_one_who_uploaded_none(view: View)
 def test_replicas_are_computed_one_after_the_other_and_sent_under_their_own_name() -> None:
     bench = _at_step_0(1, [1, 4])
     assert bench.machine.next_action() == Compute(0, 1)
-    assert bench.compute() == [Send(0, 0, 1, "s0", 1, V1)]
+    assert bench.compute() == [slots.Send(0, 0, 1, "s0", 1, V1)]
     assert bench.machine.next_action() == Compute(0, 4)
-    assert bench.compute() == [Send(0, 0, 4, "s0", 2, V1)]
+    assert bench.compute() == [slots.Send(0, 0, 4, "s0", 2, V1)]
     assert bench.machine.next_action() is None
 
 
 def test_a_slot_may_not_be_filled_again_before_its_gradient_has_left() -> None:
     bench = _at_step_0(2, [0, 1])
     first, second = bench.compute(sent=False)
-    bench.handle(SlotSent(1, second.serial))
+    bench.handle(slots.SlotSent(1, second.serial))
     assert bench.begin() == 1
     assert (bench.machine.may_fill(0), bench.machine.may_fill(1)) == (False, True)
     assert bench.machine.slots.unsent == [0]
-    bench.handle(SlotSent(0, first.serial))
+    bench.handle(slots.SlotSent(0, first.serial))
     assert bench.machine.may_fill(0)
     assert bench.machine.slots.unsent == []
 
@@ -185,10 +137,10 @@ def test_a_worker_knows_whether_some_or_all_shards_have_what_it_owes_them() -> N
     bench.begin()
     bench.fill(0)
     assert sent_of(bench.machine) == "some"
-    bench.handle(LinkLost("s0"))
+    bench.handle(slots.LinkLost("s0"))
     assert (sent_of(bench.machine), unapplied(bench.machine)) == ("none", [1]), "what s0 was sent may be lost"
     bench.handle(LinkUp("s0"))
-    bench.handle(ReplicaAbandoned())
+    bench.handle(slots.ReplicaAbandoned())
     bench.compute()
     bench.compute()
     assert (sent_of(bench.machine), unapplied(bench.machine)) == ("all", [0, 1])
@@ -210,13 +162,13 @@ def test_a_buffer_shard_gets_replica_0_alone() -> None:
 def test_late_news_of_sending_does_not_free_a_slot_that_is_queued_again() -> None:
     bench = _at_step_0(1, [0, 1])
     (first,) = bench.compute(sent=False)
-    bench.handle(LinkLost("s0"))
+    bench.handle(slots.LinkLost("s0"))
     bench.handle(LinkUp("s0"))
     (second,) = bench.compute(sent=False)  # replica 0 again: nobody knows whether it has come through
     assert (first.replica, second.replica) == (0, 0)
-    bench.handle(SlotSent(0, first.serial))
+    bench.handle(slots.SlotSent(0, first.serial))
     assert bench.machine.slots.unsent == [0]
-    bench.handle(SlotSent(0, second.serial))
+    bench.handle(slots.SlotSent(0, second.serial))
     assert bench.machine.slots.unsent == []
 
 
@@ -225,20 +177,20 @@ def test_a_version_does_not_land_over_a_gradient_that_is_being_sent_and_is_fetch
     bench = _at_step_0(2)
     sends = bench.compute(sent=False)
     assert bench.arrive(0, 1) == [DropArriving(0)]
-    assert bench.slot(0) is Slot.QUEUED
-    assert bench.handle(SlotSent(0, sends[0].serial)) == [Fetch(0, 1, sends[0].server)]
+    assert bench.slot(0) is slots.Slot.QUEUED
+    assert bench.handle(slots.SlotSent(0, sends[0].serial)) == [Fetch(0, 1, sends[0].server)]
     assert bench.arrive(0, 1) == [Land(0)]
     bench.handle(Landed(0))
-    assert bench.handle(SlotSent(0, sends[0].serial)) == []
+    assert bench.handle(slots.SlotSent(0, sends[0].serial)) == []
     assert bench.machine.missing == [1]
 
 
 def test_a_straggler_s_replica_is_computed_for_the_step_that_was_asked_for_and_for_no_other() -> None:
     bench = _at_step_0(1, [0])
-    bench.handle(Assisted(1, 3))
+    bench.handle(slots.Assisted(1, 3))
     assert list(bench.machine.assigned) == [0]
-    bench.handle(Assisted(0, 3))
-    bench.handle(Assisted(0, 0))
+    bench.handle(slots.Assisted(0, 3))
+    bench.handle(slots.Assisted(0, 0))
     assert list(bench.machine.assigned) == [0, 3]
     assert [send.replica for _ in range(2) for send in bench.compute()] == [0, 3]
     bench.install(1)
@@ -270,8 +222,8 @@ def test_a_version_never_lands_in_a_slot_that_is_being_filled_and_is_fetched_whe
     assert bench.arrive(0, 1) == [DropArriving(0)]
     assert bench.arrive(1, 1) == [Land(1)]  # and now all shards are known at version 1
     assert bench.machine.may_fill(0)  # what was begun may be ended
-    assert bench.handle(Filled(0)) == [Fetch(0, 1, "s0")]  # but nobody needs it
-    assert bench.handle(ReplicaComputed()) == []
+    assert bench.handle(slots.Filled(0)) == [Fetch(0, 1, "s0")]  # but nobody needs it
+    assert bench.handle(slots.ReplicaComputed()) == []
     assert bench.arrive(0, 1) == [Land(0)]
     bench.handle(Landed(0))
     bench.handle(Landed(1))
@@ -284,7 +236,7 @@ def test_a_shard_that_is_already_newer_gets_no_gradient() -> None:
     bench.arrive(1, 1)  # somebody else's copy of our replicas has ended its step
     assert (bench.machine.may_fill(0), bench.machine.may_fill(1)) == (True, None)
     bench.fill(0)
-    bench.handle(ReplicaComputed())
+    bench.handle(slots.ReplicaComputed())
     replica = bench.begin()
     assert (replica, bench.machine.may_fill(1)) == (3, None)
 
@@ -294,7 +246,7 @@ def test_a_version_that_was_let_go_is_fetched_once_when_the_replica_is_given_up(
     bench.begin()
     bench.machine.fill(0)
     assert bench.arrive(0, 1) == [DropArriving(0)]
-    assert bench.handle(ReplicaAbandoned()) == [Fetch(0, 1, "s0")]
+    assert bench.handle(slots.ReplicaAbandoned()) == [Fetch(0, 1, "s0")]
     assert bench.handle(LinkUp("s1")) == [Follow("s1")]
     assert bench.arrive(0, 1) == [Land(0)]
 
@@ -351,8 +303,8 @@ def test_what_has_landed_of_a_target_that_was_left_behind_gives_way() -> None:
 def test_a_version_that_is_old_by_the_time_it_has_landed_is_fetched_anew() -> None:
     bench = _at_step_0(2)
     assert bench.arrive(0, 1) == [Land(0)]
-    bench.handle(Arriving(0, 2, V1))
-    bench.handle(Arriving(1, 2, V1))
+    bench.handle(slots.Arriving(0, 2, V1))
+    bench.handle(slots.Arriving(1, 2, V1))
     assert bench.machine.target == 2
     assert bench.handle(Landed(0)) == [Fetch(0, 2, "s0")]
 
@@ -370,7 +322,7 @@ def test_a_version_that_all_others_have_gone_on_from_before_it_is_taken_up_is_no
     bench.handle(Landed(1))
     bench.land(2, [0])
     assert bench.machine.take(Install(2))
-    bench.handle(Installed())
+    bench.handle(slots.Installed())
     assert bench.machine.step == 2
 
 
@@ -391,7 +343,7 @@ def test_what_is_installed_is_what_had_landed_even_if_a_newer_version_is_heard_o
     assert bench.machine.take(bench.machine.next_action())
     effects = [*bench.arrive(0, 2), *bench.arrive(1, 2)]
     assert not any(isinstance(effect, Land) for effect in effects)
-    assert bench.handle(Installed()) == [Fetch(0, 2, "s0"), Fetch(1, 2, "s1")]
+    assert bench.handle(slots.Installed()) == [Fetch(0, 2, "s0"), Fetch(1, 2, "s1")]
     assert bench.machine.step == 1
 
 
@@ -401,14 +353,14 @@ def test_what_is_installed_is_what_had_landed_even_if_a_newer_version_is_heard_o
 def test_what_a_lost_link_may_have_swallowed_is_computed_and_sent_again() -> None:
     bench = _at_step_0(4)
     bench.compute()
-    bench.handle(LinkLost("s1"))
+    bench.handle(slots.LinkLost("s1"))
     assert bench.machine.next_action() is None  # there is nobody to send it to
     assert bench.handle(LinkUp("s1")) == [Follow("s1")]
     assert bench.machine.next_action() == Compute(0, 0)
     bench.begin()
     assert [bench.machine.may_fill(shard) for shard in range(4)] == [None, True, None, True]
-    assert [send.shard for shard in (1, 3) for send in bench.fill(shard) if isinstance(send, Send)] == [1, 3]
-    bench.handle(ReplicaComputed())
+    assert [send.shard for shard in (1, 3) for send in bench.fill(shard) if isinstance(send, slots.Send)] == [1, 3]
+    bench.handle(slots.ReplicaComputed())
     assert bench.machine.next_action() is None
 
 
@@ -416,17 +368,17 @@ def test_a_gradient_is_not_queued_for_a_link_that_is_gone() -> None:
     bench = _at_step_0(2)
     bench.begin()
     bench.machine.fill(1)
-    bench.handle(LinkLost("s1"))
-    assert bench.slot(1) is Slot.FILLING
-    assert bench.handle(Filled(1)) == []
-    assert bench.slot(1) is Slot.FREE
+    bench.handle(slots.LinkLost("s1"))
+    assert bench.slot(1) is slots.Slot.FILLING
+    assert bench.handle(slots.Filled(1)) == []
+    assert bench.slot(1) is slots.Slot.FREE
 
 
 def test_a_version_that_broke_off_halfway_is_received_again() -> None:
     bench = _at_step_0(2)
     bench.compute()
     assert bench.arrive(0, 1) == [Land(0)]
-    bench.handle(LinkLost("s0"))
+    bench.handle(slots.LinkLost("s0"))
     assert bench.machine.missing == [0, 1]
     assert bench.handle(LinkUp("s0")) == [Follow("s0")]
     assert bench.arrive(0, 1) == [Land(0)]
@@ -439,7 +391,7 @@ def test_a_fetch_that_a_lost_link_swallowed_is_asked_again() -> None:
     bench.arrive(1, 2)
     bench.land(1, [0])
     assert bench.installed() == [Fetch(1, 2, "s1")]
-    bench.handle(LinkLost("s1"))
+    bench.handle(slots.LinkLost("s1"))
     bench.handle(LinkUp("s1"))
     assert bench.arrive(1, 2) == [Land(1)]  # it follows again, so it comes by itself
 
@@ -487,12 +439,12 @@ def test_a_replica_that_servers_would_refuse_is_not_sent_and_is_computed_again_w
     bench.machine.fill(0)
     given_up = view_of(2, {"other": [3]}, count=2, mine=())
     bench.handle(Viewed(given_up if back else msgspec.structs.replace(given_up, workers=())))
-    assert bench.handle(Filled(0)) == []
+    assert bench.handle(slots.Filled(0)) == []
     bench.handle(Viewed(view_of(2, {"me": [3]}, count=3)))
     for shard in range(2):
         assert bench.arrive(shard, 0) == [DropArriving(shard)]  # it follows again, and hears that the step is not over
-    assert [send.shard for send in bench.fill(1) if isinstance(send, Send)] == [1]
-    bench.handle(ReplicaComputed())
+    assert [send.shard for send in bench.fill(1) if isinstance(send, slots.Send)] == [1]
+    bench.handle(slots.ReplicaComputed())
     assert [send.shard for send in bench.compute()] == [0]
 
 
@@ -559,12 +511,12 @@ def test_after_a_roll_back_everything_is_fetched_anew_and_the_old_replica_is_sta
     assert bench.machine.may_fill(1) is None
     assert bench.arrive(0, 0) == [DropArriving(0)]  # the main thread has not let go of the slot
     assert bench.arrive(1, 0)[0] == Land(1)
-    assert bench.handle(Filled(0)) == [Fetch(0, 0, "s0")]  # not sent: it belongs to a void past
+    assert bench.handle(slots.Filled(0)) == [Fetch(0, 0, "s0")]  # not sent: it belongs to a void past
     bench.handle(Landed(1))
     assert bench.arrive(0, 0) == [Land(0)]
     bench.handle(Landed(0))
     assert bench.machine.next_action() is None  # the main thread is still in the backward pass
-    bench.handle(ReplicaAbandoned())
+    bench.handle(slots.ReplicaAbandoned())
     assert not bench.machine.rewound
     assert bench.machine.next_action() == Install(0)
 
@@ -578,7 +530,7 @@ def test_a_roll_back_while_a_version_is_copied_makes_it_stale_and_what_it_was_co
     for server in ("s0", "s1"):
         bench.handle(LinkUp(server))
     bench.land(0, [0])
-    assert bench.handle(Installed()) == []
+    assert bench.handle(slots.Installed()) == []
     assert bench.machine.step == -1
     assert bench.machine.missing == [0, 1]  # no target is known yet
     bench.land(0, [1])
@@ -597,71 +549,19 @@ def test_a_roll_back_while_nothing_is_computed_leaves_nothing_to_abandon() -> No
 def test_a_version_from_before_the_roll_back_is_read_and_forgotten() -> None:
     bench = _at_step_0(2)
     bench.handle(Viewed(view_of(2, count=5, generation=5, origin="step-0")))
-    assert bench.handle(Arriving(0, 7, ViewNumber(1, 4))) == [DropArriving(0)]
+    assert bench.handle(slots.Arriving(0, 7, ViewNumber(1, 4))) == [DropArriving(0)]
     assert bench.machine.target == -1
-    assert bench.handle(Arriving(0, 0, ViewNumber(1, 5))) == [Land(0)]
+    assert bench.handle(slots.Arriving(0, 0, ViewNumber(1, 5))) == [Land(0)]
 
 
 def test_before_any_view_nothing_is_taken() -> None:
     bench = _Bench(2)
-    assert bench.handle(Arriving(0, 0, V1)) == [DropArriving(0)]
+    assert bench.handle(slots.Arriving(0, 0, V1)) == [DropArriving(0)]
     assert bench.machine.next_action() is None
     assert list(bench.machine.assigned) == []
 
 
 # ---- whatever comes ----
-
-
-@given(st.data())
-def test_no_version_ever_lands_in_a_slot_that_is_being_filled_and_no_slot_is_filled_twice_at_once(
-    data: st.DataObject,
-) -> None:
-    bench = _at_step_0(3, [0, 1], buffers=[2])
-    machine, filling, count = bench.machine, set[int](), 1
-    for _ in range(data.draw(st.integers(1, 60))):
-        shard = data.draw(st.integers(0, 2))
-        what = data.draw(st.sampled_from(["begin", "fill", "filled", "arrive", "landed", "link", "view", "roll back"]))
-        effects: list[Effect] = []
-        if what == "begin" and machine._computing is None:
-            action = machine.next_action()
-            if isinstance(action, Compute):
-                assert machine.take(action)
-            elif isinstance(action, Install):
-                assert not filling
-                effects = bench.installed()
-                assert machine.step == action.version
-        elif what == "begin" and not filling:
-            effects = bench.handle(ReplicaAbandoned() if machine.rewound else ReplicaComputed())
-        elif what == "fill" and machine._computing is not None and machine.may_fill(shard) and shard not in filling:
-            machine.fill(shard)
-            filling.add(shard)
-        elif what == "filled" and shard in filling:
-            filling.discard(shard)
-            effects = bench.handle(Filled(shard))
-        elif what == "arrive":
-            effects = bench.arrive(shard, max(0, machine.step) + data.draw(st.integers(0, 2)))
-            assert isinstance(effects[0], (Land, DropArriving))
-            assert not any(isinstance(effect, (Land, DropArriving)) for effect in effects[1:])
-        elif what == "landed" and machine._slots[shard] is Slot.LANDING:
-            effects = bench.handle(Landed(shard))
-        elif what == "link":
-            server = data.draw(st.sampled_from(["s0", "s1"]))
-            effects = [*bench.handle(LinkLost(server)), *bench.handle(LinkUp(server))]
-        elif what in ("view", "roll back"):
-            count += 1
-            generation = count if what == "roll back" else machine.view.generation.count  # type: ignore[union-attr]
-            assigned = data.draw(st.sampled_from([[], [0], [0, 1]]))
-            effects = bench.handle(Viewed(view_of(3, {"me": assigned}, count=count, generation=generation,
-                origin="step-0")))
-        for effect in effects:
-            assert not (isinstance(effect, Land) and effect.shard in filling)
-            if isinstance(effect, Fetch):
-                assert effect.version == machine.target
-                assert effect.version > machine.step
-            if isinstance(effect, Send):
-                assert effect.view == machine.view.number  # type: ignore[union-attr]
-                assert effect.step == machine.step
-        assert all(machine._slots[shard] is Slot.FILLING for shard in filling)
 
 
 def test_nothing_is_carried_from_one_step_into_the_next() -> None:
@@ -685,7 +585,7 @@ def _staggered(assigned: Sequence[int] = (0,)) -> _Bench:
     assert bench.machine.next_action() == Install(0)
     assert bench.machine.take(bench.machine.next_action())
     assert bench.machine.changed == [0, 1, 2]
-    bench.handle(Installed())
+    bench.handle(slots.Installed())
     return bench
 
 
@@ -745,7 +645,7 @@ def test_a_version_that_was_let_go_is_fetched_by_the_shard_s_own_number() -> Non
     bench.begin()
     bench.machine.fill(1)
     assert bench.arrive(1, 1) == [DropArriving(1)]
-    assert bench.handle(Filled(1)) == [Fetch(1, 1, "s1")]
+    assert bench.handle(slots.Filled(1)) == [Fetch(1, 1, "s1")]
     assert bench.arrive(1, 1) == [Land(1)]
 
 
@@ -756,7 +656,7 @@ def test_what_the_model_holds_already_is_not_taken_again() -> None:
     for shard in (0, 2):
         bench.land(1, [shard])
     bench.installed()
-    bench.handle(LinkLost("s0"))
+    bench.handle(slots.LinkLost("s0"))
     bench.handle(LinkUp("s0"))
     assert [bench.arrive(shard, version) for shard, version in enumerate([1, 0, 1])] == [
         [DropArriving(0)], [DropArriving(1)], [DropArriving(2)],

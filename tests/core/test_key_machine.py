@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Callable
-
 import msgspec
-import pytest
 
 from rallypoint.core.keys import NEWEST, OWN, Effect, KeyMachine, SendInitial, SendPull, SendPush, SendWant
-from rallypoint.core.policy import Async, BoundedStaleness, ServerPolicy, Sync
-from rallypoint.core.shard import effects as fx
-from rallypoint.core.shard import events as ev
-from rallypoint.core.shard.machine import ShardMachine
+from rallypoint.core.policy import Async, BoundedStaleness, Sync
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 
 STEPS, CONTRIBUTORS = 4, 3
@@ -123,124 +115,6 @@ def test_a_new_generation_forgets_what_was_wanted() -> None:
     machine.adopt(view(2, "s", {"w": (0, 1)}, generation=2))
     assert machine.link_up("s") == []
     assert machine.next_step(0, 0) is None
-
-
-class Play:
-    """Two workers, one shard. Frames travel in order on each link; a break loses those that are on their way."""
-
-    def __init__(self, policy: ServerPolicy, seed: int) -> None:
-        self.random, self.policy = random.Random(seed), policy
-        self.workers = {w: KeyMachine(w, 1, by_clocks=policy.streaming) for w in ("a", "b")}
-        self.views = 0
-        self.up: dict[str, list[Effect]] = {w: [] for w in self.workers}
-        self.down: dict[str, list[Callable[[KeyMachine], list[Effect]]]] = {w: [] for w in self.workers}
-        self.pulls: dict[str, tuple[int, int]] = {}
-        self.tickets: dict[int, tuple[int, int]] = {}
-        self.pending: list[int] = []
-        self.counted: Counter[tuple[int, int]] = Counter()
-        self.shard = ShardMachine(policy, CONTRIBUTORS, rounds=STEPS)
-        self.fail_over({"a": (0, 1), "b": (2,)})
-        for worker, machine in self.workers.items():
-            self.take(worker, machine.begin(0))
-
-    def fail_over(self, assigned: dict[str, tuple[int, ...]]) -> None:
-        """The primary dies. The backup holds what was published, and nothing of the sum in progress (I4)."""
-        before, self.shard = self.shard, ShardMachine(self.policy, CONTRIBUTORS, rounds=STEPS)
-        if before.version >= 0:
-            self.shard.handle(ev.Loaded(before.version, tuple(before.clocks)))
-        self.pending.clear()
-        self.pulls.clear()
-        self.views += 1
-        for worker, machine in self.workers.items():
-            self.break_link(worker, machine)
-            machine.adopt(view(self.views, f"s{self.views}", assigned, moved=self.views))
-            self.take(worker, machine.link_up(f"s{self.views}"))
-
-    def break_link(self, worker: str, machine: KeyMachine) -> None:
-        self.up[worker].clear()
-        self.down[worker].clear()
-        self.pulls.pop(worker, None)
-        self.shard.handle(ev.Unfollowed(worker))
-        machine.link_lost(f"s{machine.view.number.count}" if machine.view else "")
-
-    def take(self, worker: str, effects: list[Effect]) -> None:
-        self.workers[worker].validate()
-        self.up[worker] += effects
-
-    def serve(self, worker: str, frame: Effect) -> None:
-        match frame:
-            case SendInitial():
-                self.run(self.shard.handle(ev.Initialise(-1)))
-            case SendPush(contributor=contributor, step=step):
-                ticket = len(self.tickets)
-                self.tickets[ticket] = (step, contributor)
-                self.run(self.shard.handle(ev.Contribute(step, contributor, 1.0, ticket)))
-                if self.policy.streaming:
-                    self.run(self.shard.handle(ev.Want(worker, contributor)))
-            case SendWant(contributor=contributor):
-                self.run(self.shard.handle(ev.Want(worker, contributor)))
-            case SendPull(number=number, version=version):
-                self.pulls[worker] = (number, version)
-        self.shard.validate()
-        self.answer()
-
-    def run(self, effects: list[fx.Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case fx.Take(ticket=ticket) | fx.Add(ticket=ticket):
-                    self.pending.append(ticket)
-                case fx.Apply():
-                    self.counted.update(self.tickets[ticket] for ticket in self.pending)
-                    self.pending.clear()
-                case fx.Gather():
-                    self.run(self.shard.handle(ev.Fold()))
-                case fx.Reply(follower=w, replica=c, clock=clock, version=v):
-                    self.down[w].append(lambda m, c=c, clock=clock, v=v: m.replied(0, c, clock, v))
-                case fx.TellWait(follower=w, replica=c):
-                    self.down[w].append(lambda m, c=c: m.to_wait(c))
-
-    def answer(self) -> None:
-        for worker, (number, version) in list(self.pulls.items()):
-            if (at := self.shard.published) >= max(version, 0):
-                del self.pulls[worker]
-                kept, told = version == NEWEST or at - version < 2, at if version == NEWEST else version
-                self.down[worker].append(lambda m, n=number, v=told, k=kept: m.answered(0, n, v, kept=k)[1])
-
-    def push_what_is_due(self, worker: str, machine: KeyMachine) -> None:
-        self.take(worker, machine.watch([0], range(CONTRIBUTORS)))
-        for contributor in machine.contributors:
-            step = machine.next_step(0, contributor)
-            if step is not None and step < STEPS and contributor not in machine.lines[0].pushes:
-                self.take(worker, machine.push(0, contributor, step))
-
-    def go_on(self, *, quiet: bool) -> None:
-        worker = self.random.choice(["a", "b"])
-        machine, chance = self.workers[worker], self.random.random()
-        if not quiet and chance < 0.03:
-            self.break_link(worker, machine)
-            self.take(worker, machine.link_up(f"s{self.views}"))
-        elif not quiet and chance < 0.05:
-            self.fail_over(self.random.choice([{"a": (0, 1), "b": (2,)}, {"a": (), "b": (0, 1, 2)}]))
-        elif chance < 0.4 and self.up[worker]:
-            self.serve(worker, self.up[worker].pop(0))
-        elif chance < 0.7 and self.down[worker]:
-            self.take(worker, self.down[worker].pop(0)(machine))
-        else:
-            self.push_what_is_due(worker, machine)
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-@pytest.mark.some("?-*")
-@pytest.mark.parametrize("seed", range(60))
-def test_every_push_counts_once_whatever_breaks(policy: ServerPolicy, seed: int) -> None:
-    play = Play(policy, seed)
-    for _ in range(300):
-        play.go_on(quiet=False)
-    for _ in range(3000):
-        play.go_on(quiet=True)
-    wanted = {(step, contributor) for step in range(STEPS) for contributor in range(CONTRIBUTORS)}
-    assert play.counted == Counter(wanted)
-    assert all(not machine.lines[0].pushes for machine in play.workers.values())
 
 
 def test_a_worker_that_was_given_up_and_came_back_sends_its_push_again() -> None:

@@ -72,9 +72,7 @@ def test_windows_at_once_equal_windows_one_by_one(
     lengths: list[int], replicas: int, batch: int, mixed: int, step: int, seed: int
 ) -> None:
     def fresh() -> SampleOrder:
-        return SampleOrder(
-            seed=seed, samples=sum(lengths), replicas=replicas, batch=batch, shards=lengths, mixed=mixed
-        )
+        return SampleOrder(seed=seed, samples=sum(lengths), replicas=replicas, batch=batch, shards=lengths, mixed=mixed)
 
     one_by_one, at_once = fresh(), SamplesOfWindows(fresh())
     for replica in range(replicas):

@@ -69,9 +69,7 @@ def test_on_machines_of_an_engine_each_listens_at_its_own_address() -> None:
 
 
 def test_a_server_on_a_node_that_does_not_see_the_snapshots_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    driver = Driver(
-        node="head", python="", runner="", cwd="/nowhere", marker=str(tmp_path / "snapshots" / ".seen")
-    )  # fmt: skip
+    driver = Driver(node="head", python="", runner="", cwd="/nowhere", marker=str(tmp_path / "snapshots" / ".seen"))
     actor = NodeProcess("other", "10.0.0.8")
     assert actor.start(Command(name="server0", role="server", argv=("true",)), driver).pid == 0
     news = actor.more(0)

@@ -139,9 +139,7 @@ SYNC_CASES = {
         _sometimes, _sometimes_loss,
         {**_PLAIN, "replicas": 5, "network.hold_bytes": 0, "network.window": 1, "network.in_flight_bytes": 1}
     ),
-    "gpt weighted and accumulated": Case(
-        _gpt, _gpt_loss, {**_GPT_SETTINGS, "accumulate": 2, "steps": 20}, _weight
-    ),
+    "gpt weighted and accumulated": Case(_gpt, _gpt_loss, {**_GPT_SETTINGS, "accumulate": 2, "steps": 20}, _weight),
     "resnet accumulated and clipped": Case(
         _resnet, _classify, {**_RESNET_SETTINGS, "accumulate": 2, "steps": 12, "clip": 1.0}
     ),
@@ -220,9 +218,7 @@ LOCAL_CASES = {
     ),
     # Workers mix in a round's result three steps into the next round (in the last round, of two steps, after one).
     "delay": Case(_gpt, _gpt_loss, {**_LOCAL_GPT, "sync": rp.LocalSteps(steps=12, fragments=3, delay=3)}),
-    "delay, whole rounds": Case(
-        _gpt, _gpt_loss, {**_LOCAL_GPT, "sync": rp.LocalSteps(steps=4, delay=1, mix=0.75)}
-    ),
+    "delay, whole rounds": Case(_gpt, _gpt_loss, {**_LOCAL_GPT, "sync": rp.LocalSteps(steps=4, delay=1, mix=0.75)}),
     "delay, periods, weighted": Case(
         _sometimes, _sometimes_loss,
         {**_PLAIN, "accumulate": 3, "clip": 1.0, "sync": rp.LocalSteps(steps=6, delay=1, mix=1.0),

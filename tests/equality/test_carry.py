@@ -28,9 +28,7 @@ def test_what_is_carried_changes_the_bytes_of_plain_pytorch() -> None:
 
 @pytest.mark.some("4-2-2")
 @pytest.mark.parametrize(("replicas", "workers", "servers"), [(1, 1, 1), (4, 2, 2), (5, 3, 1), (4, 4, 3)])
-def test_truncated_back_propagation_has_the_bytes_of_plain_pytorch(
-    replicas: int, workers: int, servers: int
-) -> None:
+def test_truncated_back_propagation_has_the_bytes_of_plain_pytorch(replicas: int, workers: int, servers: int) -> None:
     with ProcessCluster(workers=workers, servers=servers) as cluster:
         assert cluster.run(train_carrying, replicas) == [_plain_hash(replicas)] * workers
 

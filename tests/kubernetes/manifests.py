@@ -13,9 +13,7 @@ import yaml
 from rallypoint.launch.engines.kubernetes import RenderOptions, render
 
 VERSIONS = ("1.31", "1.37")  # the first in which all that the manifests use is stable, and the newest that is known
-REASONS = {
-    "BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded", "PodFailurePolicy",
-}  # fmt: skip
+REASONS = {"BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded", "PodFailurePolicy"}
 OPEN_ACTIONS = {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}  # those that need no feature gate
 
 Manifest = dict[str, Any]

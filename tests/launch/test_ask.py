@@ -11,17 +11,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core.protocol import (
-    Members,
-    Ordered,
-    Pause,
-    Planned,
-    Resize,
-    Snapshotted,
-    SnapshotWanted,
-    StepDone,
-    StopWanted,
-)
+from rallypoint.core import protocol
+from rallypoint.core.protocol import Members, Ordered, Pause, Planned, Resize, Snapshotted, SnapshotWanted, StepDone
 from rallypoint.errors import DataError, LinkError, UsageError
 from rallypoint.launch.commands import ask
 from rallypoint.launch.folder import coordinated
@@ -132,7 +123,7 @@ def test_a_resize_to_more_workers_than_replicas_says_why_some_stand_by(job: Job)
 
 def test_who_gives_orders_to_a_run_by_hand_hears_what_to_do_instead(tmp_path: Path) -> None:
     orders = (
-        lambda: ask.order(tmp_path, StopWanted("enough"), print), lambda: ask.resize(tmp_path, 2, 0, print),
+        lambda: ask.order(tmp_path, protocol.StopWanted("enough"), print), lambda: ask.resize(tmp_path, 2, 0, print),
         lambda: ask.take_snapshot(tmp_path, print), lambda: ask.order(tmp_path, Pause(), print),
     )  # fmt: skip
     with coordinated(tmp_path):

@@ -19,16 +19,8 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.protocol import Members, Planned, Sampled, StepDone
 from rallypoint.errors import ConfigError, RallypointError, UsageError
-from rallypoint.launch.commands.costing import (
-    CostOptions,
-    bytes_of,
-    count_of,
-    measured_run,
-    question_of,
-    rate_of,
-    seconds_of,
-    sizes_of,
-)
+from rallypoint.launch.commands import costing
+from rallypoint.launch.commands.costing import CostOptions, bytes_of, count_of, measured_run, question_of, rate_of
 from rallypoint.launch.plan import Launch, write_plan
 
 MODEL = ["plan", "--model", "1e8", "--gpus", "8", "--link", "1Gbit", "--compute", "1s"]
@@ -66,7 +58,7 @@ def test_rates_are_bytes_a_second_of_one_direction(text: str, rate: float) -> No
 def test_sizes_and_times() -> None:
     assert bytes_of("80GB", "--memory") == 80e9
     assert bytes_of("80GiB", "--memory") == 80 * 1024**3
-    assert [seconds_of(text, "--mtbf") for text in ("90d", "2000h", "10min", "30s", "800ms", "5")] == [
+    assert [costing.seconds_of(text, "--mtbf") for text in ("90d", "2000h", "10min", "30s", "800ms", "5")] == [
         pytest.approx(each) for each in (7_776_000, 7_200_000, 600, 30, 0.8, 5)
     ]
 
@@ -197,7 +189,7 @@ SPECS = [
 
 def test_modules_come_in_the_order_of_the_forward_pass_with_their_biases() -> None:
     """Weights and biases are in two optimizer groups, each in backward order; buffers are no parameters."""
-    assert sizes_of(build_layout(SPECS)) == (256 * 64, 65 * 256, 65 * 512)
+    assert costing.sizes_of(build_layout(SPECS)) == (256 * 64, 65 * 256, 65 * 512)
 
 
 @pytest.fixture

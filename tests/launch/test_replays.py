@@ -291,14 +291,11 @@ def test_a_result_in_words() -> None:
         command.Version(5, 0, ("0.weight",)), "replica 1 at step 4", "inf", "2.0", ("0.5", "nan"),
     )  # fmt: skip
     assert list(lines_of(result)) == [
-        "step 4 stands out: its recorded loss is inf, usually 2",
-        "  losses of its replicas 0 to 1: 0.5, nan",
-        "step 4: loss nan, none is recorded; on cpu",
-        "replica 1: loss nan, samples 7, 9 of the data set",
+        "step 4 stands out: its recorded loss is inf, usually 2", "  losses of its replicas 0 to 1: 0.5, nan",
+        "step 4: loss nan, none is recorded; on cpu", "replica 1: loss nan, samples 7, 9 of the data set",
         "  first output that is not finite: blocks.2 (Block); its inputs are finite",
         "  contribution: 1 of 2 shards differ from what worker0 computed then; the first is shard 1 (0.weight)",
-        "version 5, after the step: 0.weight differ",
-        "differs from what is recorded: replica 1 at step 4",
+        "version 5, after the step: 0.weight differ", "differs from what is recorded: replica 1 at step 4",
     ]
     strange = msgspec.structs.replace(result, departs="\x1b[2J", version=command.Version(5, 0, ("\x1b]0;x\x07",)))
     assert all(line.isprintable() for line in lines_of(strange))

@@ -13,15 +13,9 @@ import pytest
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import kept_code
+from rallypoint.launch.engines import slurm
 from rallypoint.launch.engines.remote import FAR_END, ssh_command
-from rallypoint.launch.engines.slurm import (
-    Batch,
-    hosts_of_job,
-    node_and_component,
-    script_of,
-    srun_command,
-    tasks_per_node,
-)
+from rallypoint.launch.engines.slurm import Batch, hosts_of_job, script_of, srun_command, tasks_per_node
 from rallypoint.launch.options import RunOptions, arguments_of
 from rallypoint.launch.plan import Host
 from support.programs import run_program
@@ -52,7 +46,7 @@ def test_a_heterogeneous_job_runs_servers_and_workers_apart() -> None:
     assert hosts == (
         Host("n1+0", roles=SERVERS, slots=2), Host("n1+1", roles=("worker",)), Host("n2+1", roles=("worker",), slots=4),
     )  # fmt: skip
-    assert [node_and_component(host) for host in hosts] == [("n1", "0"), ("n1", "1"), ("n2", "1")]
+    assert [slurm.node_and_component(host) for host in hosts] == [("n1", "0"), ("n1", "1"), ("n2", "1")]
 
 
 def test_outside_of_a_job_it_says_how_to_make_one() -> None:

@@ -28,12 +28,9 @@ SPEED_STEPS = 60
 POLL_S = 0.005
 SLOW_S = 0.05  # what each step takes longer on the slower worker: much, also where others use the machine
 SYNCS: dict[ModeName, dict[str, Any]] = {
-    ModeName.SYNC: {"type": "sync"},
-    ModeName.QUORUM: {"type": "sync", "quorum": 3},
-    ModeName.SSP: {"type": "bounded-staleness", "staleness": 2},
-    ModeName.ASYNC: {"type": "async"},
-    ModeName.ALL_REDUCE: {"type": "all-reduce"},
-    ModeName.LOCAL: {"type": "local-steps", "steps": 2},
+    ModeName.SYNC: {"type": "sync"}, ModeName.QUORUM: {"type": "sync", "quorum": 3},
+    ModeName.SSP: {"type": "bounded-staleness", "staleness": 2}, ModeName.ASYNC: {"type": "async"},
+    ModeName.ALL_REDUCE: {"type": "all-reduce"}, ModeName.LOCAL: {"type": "local-steps", "steps": 2},
     ModeName.STAGGERED: {"type": "local-steps", "steps": 4, "fragments": 2},
     ModeName.LOCAL_QUORUM: {"type": "local-steps", "steps": 2, "over": {"type": "sync", "quorum": 3}},
     ModeName.LOCAL_ASYNC: {"type": "local-steps", "steps": 2, "over": {"type": "async"}},

@@ -8,18 +8,7 @@ from itertools import combinations
 import pytest
 from write_docs import PRINTED, printed
 
-from rallypoint.core.modes import (
-    ALONE,
-    CONFLICTS,
-    TABLE,
-    Bytes,
-    Feature,
-    ModeName,
-    No,
-    Only,
-    describe,
-    refusal,
-)
+from rallypoint.core.modes import ALONE, CONFLICTS, TABLE, Bytes, Feature, ModeName, No, Only, describe, refusal
 from rallypoint.core.modes.traits import MODES
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Mode, Sync
 

@@ -272,18 +272,13 @@ def a_process_is_killed_and_another_takes_its_place(walk: Walk) -> None:
 
 
 PLAYS: dict[Feature | Play, Callable[[Walk], None]] = {
-    Feature.OWN_LOOP: a_process_is_killed_and_another_takes_its_place,
-    Feature.PASSES: the_stream_ends_after_a_kill,
+    Feature.OWN_LOOP: a_process_is_killed_and_another_takes_its_place, Feature.PASSES: the_stream_ends_after_a_kill,
     Feature.STOP: the_script_stops_the_job_after_a_kill,
     Play.EVALUATION: the_lead_is_killed_and_somebody_else_evaluates,
-    Feature.REPLICATION: a_server_with_a_backup_is_killed,
-    Play.SNAPSHOTS: everybody_with_the_state_is_killed,
-    Play.ON_DEMAND: a_snapshot_is_asked_for_and_a_worker_is_killed,
-    Play.RESUME: the_whole_job_is_killed_and_resumed,
-    Feature.BACKUP_TASKS: a_straggler_is_helped_and_killed,
-    Feature.AGGREGATORS: the_aggregator_is_killed_mid_step,
-    Play.STANDBY: a_worker_that_stands_by_takes_over,
-    Play.RESIZE: a_worker_joins_and_another_is_killed,
+    Feature.REPLICATION: a_server_with_a_backup_is_killed, Play.SNAPSHOTS: everybody_with_the_state_is_killed,
+    Play.ON_DEMAND: a_snapshot_is_asked_for_and_a_worker_is_killed, Play.RESUME: the_whole_job_is_killed_and_resumed,
+    Feature.BACKUP_TASKS: a_straggler_is_helped_and_killed, Feature.AGGREGATORS: the_aggregator_is_killed_mid_step,
+    Play.STANDBY: a_worker_that_stands_by_takes_over, Play.RESIZE: a_worker_joins_and_another_is_killed,
     Play.BY_SPEED: replicas_move_to_the_faster_worker_which_is_killed,
 }
 

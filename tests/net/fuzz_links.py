@@ -32,9 +32,7 @@ PATIENCE_S = 20.0
 class FakeServers:
     """Plays `script` (what each server has sent to a worker, in order) to new exchanges, with mutants in between."""
 
-    def __init__(
-        self, record: JobRecord, view: View, me: str, script: list[Frame], corpus: Corpus, seed: int
-    ) -> None:  # fmt: skip
+    def __init__(self, record: JobRecord, view: View, me: str, script: list[Frame], corpus: Corpus, seed: int) -> None:
         self.record, self.config, self.me = record, parse(record.config), me
         fakes = tuple(msgspec.structs.replace(server, address=f"{server.id}:1") for server in view.servers)
         self.view = msgspec.structs.replace(view, servers=fakes)

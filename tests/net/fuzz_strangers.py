@@ -14,19 +14,11 @@ from fuzz_jobs import TOKEN, Cluster
 from rallypoint.core import protocol as messages
 from rallypoint.core.view import Member
 from rallypoint.errors import AccessDenied, LinkError, RallypointError
+from rallypoint.net import handshake
 from rallypoint.net.certificates import TlsFiles
 from rallypoint.net.channel import Channel, Sealer
 from rallypoint.net.frames import Header, Kind, pack
-from rallypoint.net.handshake import (
-    COORDINATOR,
-    PROOF_BYTES,
-    LinkKeys,
-    _Transcript,
-    introduce,
-    role_token,
-    ticket_for,
-    token_keys,
-)
+from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, _Transcript, introduce, role_token, ticket_for
 from rallypoint.net.tcp import TcpConnection, split_address
 from rallypoint.net.tls import TlsConnection
 from rallypoint.net.transport import Connection, InprocConnection, _Pipe
@@ -113,7 +105,7 @@ class Stranger:
 
     def _greet_badly(self, connection: Connection, hello: messages.Hello) -> None:
         rng = self.rng
-        keys = token_keys(role_token(TOKEN, hello.role))
+        keys = handshake.token_keys(role_token(TOKEN, hello.role))
         transcript = _Transcript(connection, keys)
         transcript.receive(transcript.receive_header(), proof=False)
         data = messages.encode(hello)
@@ -179,7 +171,7 @@ class Stranger:
         finally:
             self._must_close(connection)
 
-    def _enter(self, connection: Connection, server: int, member: Member, role: str) -> LinkKeys:
+    def _enter(self, connection: Connection, server: int, member: Member, role: str) -> handshake.LinkKeys:
         me, view = self.cluster.listeners[server]._gate.me, self.cluster.listeners[server]._views.number
         hello = messages.Hello(
             role, member.id, "nowhere", incarnation=member.incarnation, view=view,
@@ -290,7 +282,7 @@ class Liar:
         """One greeting. Anything but a RallypointError in the dialer is a fault."""
         rng = self.rng
         to, ticket = rng.choice([(COORDINATOR, b""), (("server", "server0", 3), b"a ticket")])
-        keys = token_keys("" if ticket else role_token(TOKEN, "worker"), ticket)
+        keys = handshake.token_keys("" if ticket else role_token(TOKEN, "worker"), ticket)
         there, here = _Pipe(), _Pipe()
         dialer, listener = _Answered(there, here, "a liar"), InprocConnection(here, there, "a dialer")
         transcript = _Transcript(listener, keys)

@@ -35,9 +35,7 @@ def test_the_backup_knows_the_choice_before_the_step_is_decided(quorum: Job) -> 
     # One shard's quorum is not complete: no verdict is possible, and the others' choices are known all the same.
     for shard, server in job.view.primary.items():
         for replica in (1, 0) if shard else (1,):
-            header = Header(
-                Kind.PUSH, job.view.number, shard=shard, replica=replica, weight=1.0, length=len(weights)
-            )
+            header = Header(Kind.PUSH, job.view.number, shard=shard, replica=replica, weight=1.0, length=len(weights))
             links[server].send(header, weights)
     until(lambda: all(_knows(job, shard, 0) == (1, 0) for shard in SHARDS if shard))
     assert _knows(job, 0, 0) == ()
@@ -51,11 +49,8 @@ def test_the_backup_knows_the_choice_before_the_step_is_decided(quorum: Job) -> 
 @pytest.mark.parametrize(
     ("replicas", "step", "shard", "sentence"),
     [
-        ([0], 0, 0, "a choice of 1 contributions that this job cannot make"),
-        ([0, 0], 0, 0, "cannot make"),
-        ([0, 2], 0, 0, "cannot make"),
-        ([0, -1], 0, 0, "cannot make"),
-        ([0, 1], 9, 0, "cannot make"),
+        ([0], 0, 0, "a choice of 1 contributions that this job cannot make"), ([0, 0], 0, 0, "cannot make"),
+        ([0, 2], 0, 0, "cannot make"), ([0, -1], 0, 0, "cannot make"), ([0, 1], 9, 0, "cannot make"),
         ([0, 1], 0, 4, "shard 4 of a job that has 4"),
         ([0, "1"], 0, 0, "a choice of contributions that cannot be read"),
         ({"0": 1}, 0, 0, "a choice of contributions that cannot be read"),

@@ -146,9 +146,7 @@ def test_a_newcomer_waits_for_a_silent_place_while_somebody_else_listens_at_the_
     assert link.welcome.folder == str(moving.folder)
 
 
-def test_a_newcomer_without_a_coordinator_hears_of_every_place(
-    moving: Moving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newcomer_without_a_coordinator_hears_of_every_place(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "JOIN_TIMEOUT_S", 0.1)
     with pytest.raises(LinkError, match=r"a:1.*; .*b:1"):
         moving.join("a:1,b:1")

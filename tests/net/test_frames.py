@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from rallypoint.core.shard.events import EVERYTHING
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
-from rallypoint.net.frames import (
-    HEADER_BYTES,
-    PROTOCOL,
-    Header,
-    Kind,
-    pack,
-    unpack,
-    wants,
-)
+from rallypoint.net.frames import HEADER_BYTES, PROTOCOL, Header, Kind, pack, unpack, wants
 
 U32 = st.integers(0, 2**32 - 1)
 EMPTY = {
@@ -80,16 +72,13 @@ def test_a_wish_and_the_word_that_it_has_to_wait_say_which_replica_and_which_clo
         ({"magic": b"GET "}, "do not begin a frame: is this another program's connection"),
         ({"magic": b"RLPU"}, "do not begin a frame"),
         ({"protocol": PROTOCOL + 1}, "run the same version of rallypoint everywhere"),
-        ({"protocol": 0}, "protocol 0 instead of"),
-        ({"kind": 0}, "a frame of unknown kind 0"),
+        ({"protocol": 0}, "protocol 0 instead of"), ({"kind": 0}, "a frame of unknown kind 0"),
         ({"kind": 255}, "a frame of unknown kind 255"),
         ({"kind": Kind.INITIAL, "codec": 1}, "a INITIAL frame .*codec 1.* impossible"),
         ({"kind": Kind.REPLICATE, "codec": 1}, "a REPLICATE frame .*codec 1.* impossible"),
         ({"kind": Kind.STATE, "codec": 255}, "a STATE frame .*codec 255.* impossible"),
-        ({"flags": 32}, "flags 32.* impossible"),
-        ({"flags": 255}, "impossible"),
-        ({"weight": math.nan}, "weight nan.* impossible"),
-        ({"weight": math.inf}, "weight inf.* impossible"),
+        ({"flags": 32}, "flags 32.* impossible"), ({"flags": 255}, "impossible"),
+        ({"weight": math.nan}, "weight nan.* impossible"), ({"weight": math.inf}, "weight inf.* impossible"),
         ({"weight": -math.inf}, "impossible"),
         ({"length": 2**32 - 1}, "a PUSH frame of 4294967295 bytes: at most 67108864 are allowed"),
     ],

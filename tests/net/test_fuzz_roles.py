@@ -86,9 +86,7 @@ def _possessed() -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "which"), _possessed())
-def test_members_that_send_mutated_frames_too(
-    policy: str, which: str, campaign_of: Callable[[str], Campaign]
-) -> None:
+def test_members_that_send_mutated_frames_too(policy: str, which: str, campaign_of: Callable[[str], Campaign]) -> None:
     """A man in the middle with the keys may change or end a job: but with a sentence, and no member fails."""
     campaign = campaign_of(policy)
     faults = len(campaign.faults)

@@ -17,26 +17,11 @@ import pytest
 from rallypoint.core.protocol import Challenge, Hello, Welcome, encode
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError, UnprovenPeer, UsageError
+from rallypoint.net import handshake
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import _LIMITS, HEADER_BYTES, PROTOCOL, Header, Kind, pack
 from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import (
-    COORDINATOR,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    ROLES,
-    Greeting,
-    Identity,
-    LinkKeys,
-    _Transcript,
-    check_exposure,
-    greet,
-    introduce,
-    new_token,
-    role_token,
-    ticket_for,
-    token_keys,
-)
+from rallypoint.net.handshake import COORDINATOR, NONCE_BYTES, PROOF_BYTES, Identity, greet, role_token, ticket_for
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Transport
 from support.transports import Beside, receive
@@ -93,11 +78,11 @@ class Listener:
     me: Identity = ME
     refuses: str = ""
     hello: Hello | None = None
-    keys: LinkKeys | None = None
+    keys: handshake.LinkKeys | None = None
 
     def __call__(self) -> None:
         try:
-            greeting: Greeting = greet(self.end, self.me)
+            greeting: handshake.Greeting = greet(self.end, self.me)
             self.hello = greeting.hello
             if self.refuses:
                 greeting.refuse(self.refuses)
@@ -110,8 +95,8 @@ class Listener:
 
 def join(
     connection: Connection, token: str = TOKEN, hello: Hello = HELLO, ticket: bytes = b""
-) -> tuple[Welcome, LinkKeys]:
-    return introduce(connection, hello, token, ticket)
+) -> tuple[Welcome, handshake.LinkKeys]:
+    return handshake.introduce(connection, hello, token, ticket)
 
 
 def frame(kind: Kind, data: bytes) -> bytes:
@@ -176,9 +161,7 @@ def test_the_greeting_is_byte_for_byte_what_the_documents_say(
         _, keys = join(near, hello=msgspec.structs.replace(HELLO, incarnation=incarnation), ticket=known_ticket)
     challenge = frame(Kind.CHALLENGE, encode(Challenge(bytes(range(32)), "coordinator", "", 0)))
     nonce = bytes(range(32, 64))
-    hello_data = encode(
-        Hello("worker", "w0", "here", "127.0.0.1:7", incarnation, to=COORDINATOR, nonce=nonce)
-    )
+    hello_data = encode(Hello("worker", "w0", "here", "127.0.0.1:7", incarnation, to=COORDINATOR, nonce=nonce))
     hello = pack(Header(Kind.HELLO, length=len(hello_data) + 32)) + hello_data
     hello += mac(expand(root, b"dialer"), hashlib.sha256(challenge + hello).digest())
     welcome_data = encode(Welcome({"steps": 3}, "runs/1", (5, 7)))
@@ -187,7 +170,7 @@ def test_the_greeting_is_byte_for_byte_what_the_documents_say(
     assert near.received == challenge + welcome
     assert near.sent == hello
     session = mac(hashlib.sha256(challenge + hello + welcome).digest(), expand(root, b"session"))
-    assert keys == LinkKeys(expand(session, b"from the dialer"), expand(session, b"from the listener"))
+    assert keys == handshake.LinkKeys(expand(session, b"from the dialer"), expand(session, b"from the listener"))
     assert listener.keys == keys.other_side()
     assert keys.sending.hex() == known
 
@@ -307,7 +290,7 @@ def test_who_has_no_ticket_is_nobody_to_a_server(ends: tuple[Tapped, Tapped], to
     with pytest.raises(LinkError, match=r"^no ticket for server1"):
         join(near, hello=hello)
     with Beside(Listener(far, SERVER)) as listening:
-        transcript = _Transcript(near, token_keys(token))
+        transcript = handshake._Transcript(near, handshake.token_keys(token))
         transcript.receive(transcript.receive_header(), proof=False)
         transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
         denied = listening.outcome()
@@ -318,7 +301,7 @@ def test_who_has_no_ticket_is_nobody_to_a_server(ends: tuple[Tapped, Tapped], to
 # ---- a token for each role -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", handshake.ROLES)
 def test_a_role_s_token_is_enough_for_that_role(ends: tuple[Tapped, Tapped], role: str) -> None:
     near, far = ends
     with Beside(listener := Listener(far)) as listening:
@@ -329,14 +312,14 @@ def test_a_role_s_token_is_enough_for_that_role(ends: tuple[Tapped, Tapped], rol
     assert listener.keys == keys.other_side()
 
 
-@pytest.mark.parametrize(("role", "other"), [(r, o) for r in ROLES for o in ROLES if r != o])
+@pytest.mark.parametrize(("role", "other"), [(r, o) for r in handshake.ROLES for o in handshake.ROLES if r != o])
 def test_a_role_s_token_is_for_no_other_role(ends: tuple[Tapped, Tapped], role: str, other: str) -> None:
     near, far = ends
     hello = msgspec.structs.replace(HELLO, role=other, nonce=bytes(NONCE_BYTES))
     with pytest.raises(UsageError, match=f"^this token is for the role {role}, and a token for the role {other} is"):
         join(near, role_token(TOKEN, role), hello)
     with Beside(Listener(far)) as listening:  # who does not care about that
-        transcript = _Transcript(near, token_keys(role_token(TOKEN, role)))
+        transcript = handshake._Transcript(near, handshake.token_keys(role_token(TOKEN, role)))
         transcript.receive(transcript.receive_header(), proof=False)
         transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
         refused = transcript.receive(transcript.receive_header())
@@ -372,7 +355,7 @@ def test_a_role_s_token_does_not_make_a_coordinator_of_other_roles(ends: tuple[T
     hello = msgspec.structs.replace(HELLO, role="server")
 
     def squat() -> None:
-        transcript = _Transcript(far, token_keys(role_token(TOKEN, "worker")))
+        transcript = handshake._Transcript(far, handshake.token_keys(role_token(TOKEN, "worker")))
         transcript.send(Kind.CHALLENGE, Challenge(bytes(32), "coordinator", ""))
         transcript.receive(transcript.receive_header())
         transcript.send(Kind.WELCOME, WELCOME, transcript.keys.listener)
@@ -654,7 +637,7 @@ def test_the_deadline_of_a_greeting_is_for_the_welcome_too(monkeypatch: pytest.M
             far.set_deadline(0.3)  # `welcome` takes it away, when it has come to its end
 
     with Beside(listen) as listening:
-        transcript = _Transcript(near, token_keys(role_token(TOKEN, "worker")))
+        transcript = handshake._Transcript(near, handshake.token_keys(role_token(TOKEN, "worker")))
         transcript.receive(transcript.receive_header(), proof=False)
         hello = msgspec.structs.replace(HELLO, nonce=bytes(NONCE_BYTES))
         transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
@@ -696,8 +679,8 @@ def test_of_a_welcome_a_member_believes_what_has_come(ends: tuple[Tapped, Tapped
 
 
 def test_tokens_are_fresh_and_long_enough() -> None:
-    assert new_token() != new_token()
-    check_exposure(TcpTransport(), "0.0.0.0:0", new_token())
+    assert handshake.new_token() != handshake.new_token()
+    handshake.check_exposure(TcpTransport(), "0.0.0.0:0", handshake.new_token())
 
 
 @pytest.mark.parametrize("token", ["", "short", "fifteen letters"])
@@ -709,8 +692,8 @@ def test_nothing_is_served_to_others_without_a_token(address: str, token: str) -
 
 
 def test_loopback_needs_no_token() -> None:
-    check_exposure(TcpTransport(), "127.0.0.1:0", "")
-    check_exposure(InprocTransport(), "name", "")
+    handshake.check_exposure(TcpTransport(), "127.0.0.1:0", "")
+    handshake.check_exposure(InprocTransport(), "name", "")
 
 
 # ---- the gate --------------------------------------------------------------------------------------------------------

@@ -8,17 +8,8 @@ import itertools
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.net.handshake import (
-    ROLES,
-    dialers_keys,
-    expand,
-    extract,
-    job_secret,
-    role_of,
-    role_token,
-    ticket_for,
-    token_keys,
-)
+from rallypoint.net import handshake
+from rallypoint.net.handshake import ROLES, dialers_keys, job_secret, role_of, role_token, ticket_for, token_keys
 
 
 @pytest.mark.parametrize(
@@ -44,9 +35,9 @@ from rallypoint.net.handshake import (
     ids=["A.1", "A.2", "A.3"],
 )  # fmt: skip
 def test_hkdf_gives_the_answers_of_rfc_5869(secret: str, salt: str, info: str, key: str, output: str) -> None:
-    found = extract(bytes.fromhex(salt), bytes.fromhex(secret))
+    found = handshake.extract(bytes.fromhex(salt), bytes.fromhex(secret))
     assert found.hex() == key
-    assert expand(found, bytes.fromhex(info)) == bytes.fromhex(output)[:32]
+    assert handshake.expand(found, bytes.fromhex(info)) == bytes.fromhex(output)[:32]
 
 
 def test_every_purpose_direction_token_and_greeting_has_a_key_of_its_own() -> None:

@@ -11,24 +11,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from rallypoint.core.protocol import (
-    Admitted,
-    Beat,
-    Challenge,
-    Done,
-    Finished,
-    GiveUp,
-    Hello,
-    Knows,
-    Message,
-    NewView,
-    Refused,
-    Report,
-    Say,
-    Welcome,
-    decode,
-    encode,
-)
+from rallypoint.core import protocol
+from rallypoint.core.protocol import Admitted, Beat, Challenge, Done, GiveUp, Hello, Knows, Message, Say, Welcome
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net import member
@@ -85,7 +69,7 @@ class Coordinator:
         try:
             while True:
                 self.reads.wait(PATIENCE_S)
-                self.heard.put(decode(channel.receive_bytes(channel.receive_header())))
+                self.heard.put(protocol.decode(channel.receive_bytes(channel.receive_header())))
         finally:
             self.ended.put(channel)
 
@@ -162,7 +146,7 @@ def test_of_what_it_says_to_a_coordinator_that_does_not_read_only_so_much_waits(
     coordinator.reads.set()  # it reads all that was on its way, and then that the connection is ended
     while isinstance(said := coordinator.hear(), Say | Knows):  # what it knows is said by another thread meanwhile
         pass
-    assert isinstance(said, Refused)
+    assert isinstance(said, protocol.Refused)
     channel.connection.close()
     _, again = coordinator.member()
     assert again.incarnation == 3
@@ -198,8 +182,8 @@ def test_the_last_reports_are_sent_again_over_the_next_link_before_what_waits(
     """The link may have been broken already when they were sent."""
     generation = ViewNumber(1, 2)
 
-    def report(step: int, replica: int = 0) -> Report:
-        return Report(step, replica, 1.0, 1.0, 1, generation=generation)
+    def report(step: int, replica: int = 0) -> protocol.Report:
+        return protocol.Report(step, replica, 1.0, 1.0, 1, generation=generation)
 
     channel, _ = admit(coordinator, me, 3)
     for said in (report(4), report(5), report(5, 1), report(6)):
@@ -363,7 +347,7 @@ def test_a_member_that_comes_back_says_the_newest_view_that_it_was_sent(coordina
     channel, _ = admit(coordinator, me, incarnation=4)
     older, newest = (View(ViewNumber(1, n), ViewNumber(1, 1), (), (), (), {}) for n in (2, 3))
     for view in (newest, older):
-        channel.send_message(news := NewView(view, proof=str(view.number).encode()))
+        channel.send_message(news := protocol.NewView(view, proof=str(view.number).encode()))
         assert me.messages.get(timeout=PATIENCE_S) == news
     coordinator.close()
     until_lost(me)
@@ -454,9 +438,7 @@ def test_what_is_no_message_ends_it(coordinator: Coordinator, me: Member) -> Non
     assert "a CREDIT frame from the coordinator" in str(error)
 
 
-def test_a_coordinator_that_is_not_there_is_waited_for(
-    transport: Transport, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_coordinator_that_is_not_there_is_waited_for(transport: Transport, caplog: pytest.LogCaptureFixture) -> None:
     first = Coordinator(transport)
     first.close()
     late: list[Coordinator] = []
@@ -515,18 +497,18 @@ class Squatter:
                 return
             with contextlib.suppress(LinkError):
                 for name, message in ((Kind.CHALLENGE, Challenge(bytes(32), "coordinator")), (kind, self.says)):
-                    data = encode(message) + bytes(0 if name is Kind.CHALLENGE else 32)
+                    data = protocol.encode(message) + bytes(0 if name is Kind.CHALLENGE else 32)
                     connection.send(pack(Header(name, length=len(data))), memoryview(data))
                     if name is Kind.CHALLENGE:
                         head = receive(connection, HEADER_BYTES)
                         receive(connection, int.from_bytes(head[40:44], "little"))
-                data = encode(Finished("worker0"))  # what made a member save its model, once
+                data = protocol.encode(protocol.Finished("worker0"))  # what made a member save its model, once
                 connection.send(pack(Header(Kind.CONTROL, length=len(data))), memoryview(data))
             connection.close()
             self.came.release()
 
 
-@pytest.mark.parametrize("says", [Welcome(folder="/home/victim"), Refused("never come back", final=True)])
+@pytest.mark.parametrize("says", [Welcome(folder="/home/victim"), protocol.Refused("never come back", final=True)])
 def test_squatter_a_member_keeps_waiting_for_the_coordinator_of_its_job(
     coordinator: Coordinator, me: Member, says: Message
 ) -> None:
@@ -568,7 +550,7 @@ def test_closing_says_what_is_queued_and_is_no_loss(coordinator: Coordinator, me
     channel, _ = admit(coordinator, me, incarnation=1)
     for number in range(100):
         me.link.send(Say(str(number)))
-    channel.send_message(Finished())
+    channel.send_message(protocol.Finished())
     me.link.close()
     assert [coordinator.hear() for _ in range(100)] == [Say(str(number)) for number in range(100)]
     assert me.lost.empty()

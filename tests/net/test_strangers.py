@@ -15,35 +15,20 @@ import pytest
 from rallypoint.config import record_of, resolve
 from rallypoint.coordinator.inbox import Barrier
 from rallypoint.coordinator.service import CoordinatorService
+from rallypoint.core import protocol
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import BoundedStaleness, Mode, Sync
-from rallypoint.core.protocol import (
-    Aborted,
-    Admitted,
-    Beat,
-    Done,
-    GiveUp,
-    Hello,
-    Leaving,
-    Message,
-    NewView,
-    Propose,
-    Refused,
-    Report,
-    Resize,
-    encode,
-    expect,
-)
+from rallypoint.core.protocol import Aborted, Admitted, Beat, Done, Hello, Message, NewView, Propose, Refused, Report
 from rallypoint.core.shard.events import EVERYTHING
 from rallypoint.core.view import ViewNumber
-from rallypoint.errors import AccessDenied, LinkError, RallypointError, UnprovenPeer
+from rallypoint.errors import LinkError, RallypointError, UnprovenPeer
 from rallypoint.net.channel import Channel, Sealer
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.handshake import COORDINATOR, introduce, job_secret, ticket_for
 from rallypoint.net.transport import InprocTransport
-from rallypoint.server.inbox import Gone, Linked, Wake
+from rallypoint.server.inbox import Wake
 from rallypoint.server.reducer import Reducer
 from rallypoint.server.service import ServerService
 from rallypoint.store.record import ShardRecord, encode_record
@@ -130,7 +115,7 @@ class Job:
             _, keys = introduce(connection, Hello("worker", "stranger", "here", to=COORDINATOR), "")
             connection.set_timeout(PATIENCE_S)
             sealer, breath = Sealer(keys), b""
-            for data in map(encode, (Propose(record(9)), *messages)):
+            for data in map(protocol.encode, (Propose(record(9)), *messages)):
                 breath += sealer.seal(Header(Kind.CONTROL, length=len(data)), memoryview(data)) + data
             connection.send(breath)
             while True:
@@ -195,13 +180,7 @@ job = job_of(Job)
 
 @pytest.mark.parametrize(
     "message",
-    [
-        GiveUp("for fun"),
-        Done(),
-        Leaving(),
-        Report(0, 0, 0.0, 1.0, 1),
-        Propose(record()),
-    ],
+    [protocol.GiveUp("for fun"), Done(), protocol.Leaving(), Report(0, 0, 0.0, 1.0, 1), Propose(record())],
     ids=lambda message: type(message).__name__,
 )
 def test_a_refused_member_is_not_listened_to(job: Job, message: Message) -> None:
@@ -212,14 +191,6 @@ def test_a_refused_member_is_not_listened_to(job: Job, message: Message) -> None
     assert "stranger" not in job.coordinator._shell.machine.course.members.workers
     assert job.coordinator._shell.announcer.tally is not None
     assert job.coordinator._shell.announcer.tally.missing() == (0, [0, 1])
-
-
-def test_a_members_name_is_not_given_twice(job: Job) -> None:
-    with pytest.raises(AccessDenied, match="the id worker0 is taken"):
-        job.enter(job.coordinator.address, "worker", "worker0")
-    job.member.send_message(Report(0, 0, 0.0, 1.0, 1, generation=job.view.generation))
-    announcer = job.coordinator._shell.announcer
-    until(lambda: announcer.tally is not None and announcer.tally.missing() == (0, [1]))
 
 
 @pytest.mark.parametrize("role", ["worker", "server"])
@@ -445,20 +416,6 @@ def test_a_wish_on_a_connection_that_was_replaced_does_not_count(streaming_job: 
     assert wanted(job, shard) == []
 
 
-def test_of_two_connections_the_later_one_counts_in_whatever_order_they_are_heard_of(streaming_job: Job) -> None:
-    """Both may have waited for the same view, each in its own thread."""
-    job, owner, workers = streaming_job, streaming_job.servers[0]._owner, reducer(streaming_job).shell.workers
-    first = workers["worker0"]
-    job.enter(job.servers[0]._gate.address, "worker", "worker0")
-    until(lambda: workers["worker0"] is not first)
-    second = workers["worker0"]
-    assert first.number < second.number
-    owner.put(Linked(first, "worker0"))
-    owner.put(Gone(first, "worker0"))
-    job.settle()
-    assert workers["worker0"] is second
-
-
 def test_whoever_is_gone_wants_nothing(streaming_job: Job) -> None:
     job, shard = streaming_job, streaming_job.view.shards_of("server0")[0]
     worker = job.enter(job.servers[0]._gate.address, "worker", "worker0")
@@ -486,7 +443,7 @@ def version(channel: Channel) -> Header:
 @pytest.mark.parametrize(("workers", "servers"), [(-1, 0), (0, -1), (10**9, 0), (0, 10**9)])
 def test_a_wish_for_an_impossible_number_of_processes_reaches_nobody(job: Job, workers: int, servers: int) -> None:
     observer = job.enter(job.coordinator.address, "observer", "eyes")
-    observer.send_message(Resize(workers, servers))
+    observer.send_message(protocol.Resize(workers, servers))
     said = refusal(observer)
     out_of_range = "a control message that cannot be read: Expected `int` >= 0"
     assert out_of_range in said or f"a wish for {workers} workers and {servers} servers" in said
@@ -505,26 +462,6 @@ def test_a_guessed_incarnation_does_not_take_a_members_place(job: Job, role: str
     job.member.send_message(Beat())
     assert job.runs()
     assert set(job.coordinator._shell.members) == {"server0", "server1", "worker0"}
-
-
-@pytest.mark.parametrize("settings", ["x", "y" * 199])
-def test_a_worker_without_the_job_s_model_does_not_end_the_job_by_a_report(job: Job, settings: str) -> None:
-    generation = job.view.generation
-    stranger = job.enter(job.coordinator.address, "worker", "stranger")
-    stranger.send_message(Report(0, 0, 1.0, 1.0, 1, 0.1, generation, settings))
-    stranger.send_message(Report(0, 0, 1.0, 1.0, 1, 0.1, generation, settings + "z"))
-    assert stranger.flush(PATIENCE_S)
-    stranger.send(Header(Kind.FETCH))  # the last word: what came before it is in the inbox once it is refused
-    assert "a FETCH frame from worker stranger" in refusal(stranger)
-    job.settle()
-    assert job.runs()
-
-
-def test_reports_that_weigh_nothing_do_not_end_the_coordinator(job: Job) -> None:
-    for replica in range(2):
-        job.member.send_message(Report(0, replica, 0.0, 0.0, 1, generation=job.view.generation))
-    assert "a control message that cannot be read: Expected `float` > 0.0 - at `$.weight`" in refusal(job.member)
-    job.settle()
 
 
 def test_a_proposal_without_settings_does_not_end_the_coordinator() -> None:
@@ -554,7 +491,7 @@ def refusal(channel: Channel) -> str:
     """The sentence with which the other side closes this connection, whatever it says before."""
     while (header := channel.receive_header()).kind is not Kind.REFUSE:
         channel.receive_bytes(header)
-    return expect(channel.receive_bytes(header), Refused).reason
+    return protocol.expect(channel.receive_bytes(header), Refused).reason
 
 
 def test_a_stale_update_from_a_server_gets_no_credit_and_its_link_stays(job: Job) -> None:

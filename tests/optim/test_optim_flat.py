@@ -26,18 +26,13 @@ from rallypoint.testing.reference import plain_optimizer
 
 STEPS = 10
 OPTIMIZERS = (
-    rp.AdamW(lr=rp.cosine(0.1, warmup=2), weight_decay=0.1),
-    rp.Adam(lr=0.1, weight_decay=0.1),
-    rp.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    rp.Adagrad(lr=rp.cosine(0.1, warmup=2)),
+    rp.AdamW(lr=rp.cosine(0.1, warmup=2), weight_decay=0.1), rp.Adam(lr=0.1, weight_decay=0.1),
+    rp.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1), rp.Adagrad(lr=rp.cosine(0.1, warmup=2)),
     rp.Adagrad(lr=0.1, lr_decay=0.3, weight_decay=0.1, initial_accumulator_value=0.2, eps=1e-6),
     rp.NAdam(lr=0.1, weight_decay=0.1),
     rp.NAdam(lr=rp.cosine(0.1, warmup=2), weight_decay=0.1, decoupled_weight_decay=True),
-    rp.RAdam(lr=0.1, weight_decay=0.1),
-    rp.Adamax(lr=0.1, weight_decay=0.1),
-    rp.Adadelta(lr=0.5, weight_decay=0.1),
-    rp.RMSprop(lr=0.1),
-    rp.RMSprop(lr=0.1, momentum=0.9, centered=True, weight_decay=0.1),
+    rp.RAdam(lr=0.1, weight_decay=0.1), rp.Adamax(lr=0.1, weight_decay=0.1), rp.Adadelta(lr=0.5, weight_decay=0.1),
+    rp.RMSprop(lr=0.1), rp.RMSprop(lr=0.1, momentum=0.9, centered=True, weight_decay=0.1),
     rp.ASGD(lr=rp.linear(0.1), t0=3, weight_decay=0.1),
 )
 PURE = settings(max_examples=12)

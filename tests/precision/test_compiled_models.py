@@ -33,9 +33,7 @@ NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no comp
 
 
 @pytest.fixture
-def compiled(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[Model], Model]]:
+def compiled(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Model], Model]]:
     """`torch.compile`, without processes and files that stay."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # torch sets it, and leaves it

@@ -102,10 +102,7 @@ def test_a_stall_leaves_a_report_without_secrets_and_a_dead_run_has_one_too(tmp_
         dead = write_report(picture_of(folder, ask=True), tmp_path / "dead.zip")
         assert "was interrupted after " in dead.sentence
         everything = [
-            *parts.values(),
-            *parts_of(dead.path).values(),
-            stacks,
-            (tmp_path / "live/settings.json").read_text(),
+            *parts.values(), *parts_of(dead.path).values(), stacks, (tmp_path / "live/settings.json").read_text(),
         ]
         everything += [path.read_text() for path in (tmp_path / "live").glob("*.*")]
     for text in everything:

@@ -59,11 +59,7 @@ def test_a_process_says_where_its_threads_are_and_goes_on(start: Start, tmp_path
         assert "waits_in_here" in said.stacks
         assert said.stacks.count("waits_in_here") == 1  # the newest ones only
         assert (said.owner.name, said.owner.pid, said.here, said.state, said.crash) == (
-            "worker0",
-            process.pid,
-            True,
-            "",
-            "",
+            "worker0", process.pid, True, "", "",
         )
     assert process.poll() is None
     (quiet,) = processes_of(tmp_path, ask=False)

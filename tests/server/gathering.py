@@ -31,9 +31,7 @@ SETTINGS: dict[str, Any] = {"replicas": 4, "batch": 5, "steps": 8, "network.shar
 
 torch.manual_seed(3)
 # Made before there are any threads: torch's generator is the process's, and every worker's micro-batches seed it.
-_MODEL = torch.nn.Sequential(
-    torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
-)  # fmt: skip
+_MODEL = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
 
 
 def build() -> torch.nn.Module:

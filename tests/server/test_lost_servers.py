@@ -15,7 +15,7 @@ from gathering import DATA, SETTINGS, Gathering, Once, Worker, build, gathering,
 from rallypoint.codec.spec import Bf16, Int8, TopK
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps
-from rallypoint.core.protocol import Aborted, Applied, Finished, Members, Report, Skipped, Snapshotted, SnapshotWanted
+from rallypoint.core.protocol import Aborted, Applied, Members, Report, Snapshotted, SnapshotWanted
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import JobAborted, LinkError
 from rallypoint.net.transport import InprocTransport
@@ -254,49 +254,6 @@ def test_a_roll_back_forgets_what_a_codec_remembers_of_the_void_past(tmp_path: P
             assert trap.done
             assert (worker.computed.count((2, 0)) == 2) == disturbed
     assert hashes[0] == hashes[1]
-
-
-# ---- not finite ------------------------------------------------------------------------------------------------
-
-
-class _Poison(torch.autograd.Function):
-    """The identity, whose gradient is NaN."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return gradient * float("nan")
-
-
-class PoisonAt:
-    """A finite loss whose gradient is NaN, for the n-th call."""
-
-    def __init__(self, call: int) -> None:
-        self._left = call
-
-    def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        self._left -= 1
-        loss = loss_of(model, batch)
-        return _Poison.apply(loss) if self._left == 0 else loss  # type: ignore[no-any-return, no-untyped-call]
-
-
-def test_a_gradient_that_is_not_finite_stops_the_job_and_says_what_can_be_done() -> None:
-    with gathering(2) as cluster:
-        heard = Once(2, 0, lambda: until(lambda: bool(cluster.coordinator._failure)))  # before its loss is NaN
-        worker = cluster.add_worker(heard, loss=PoisonAt(6))
-        with pytest.raises(JobAborted, match=r"step 1: the gradient of replica 1 is not finite, first in 3\.weight"):
-            worker.result()
-
-
-def test_a_gradient_that_is_not_finite_costs_its_step_when_told_so() -> None:
-    with gathering(2) as cluster:
-        worker = cluster.add_worker(loss=PoisonAt(6), nonfinite="skip")
-        assert worker.result()
-        until(lambda: bool(cluster.heard(Finished)))
-        assert [skipped.step for skipped in cluster.heard(Skipped)] == [1]
 
 
 # ---- servers that fail -----------------------------------------------------------------------------------------

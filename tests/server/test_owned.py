@@ -17,23 +17,14 @@ from rallypoint.server.shard import OwnedShard, StreamedShard
 WORDS = 1000
 SHARD = Shard(index=0, start=0, stop=WORDS, group=0, columns=20)
 OPTIMIZERS = (
-    rp.SGD(lr=0.1),
-    rp.SGD(lr=0.1, momentum=0.9),
-    rp.SGD(lr=0.1, momentum=0.9, nesterov=True),
-    rp.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    rp.Adam(lr=0.1, weight_decay=0.1),
-    rp.AdamW(lr=0.1, weight_decay=0.1),
-    rp.Adagrad(lr=0.1),
-    rp.Adagrad(lr=0.1, weight_decay=0.1),
+    rp.SGD(lr=0.1), rp.SGD(lr=0.1, momentum=0.9), rp.SGD(lr=0.1, momentum=0.9, nesterov=True),
+    rp.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1), rp.Adam(lr=0.1, weight_decay=0.1),
+    rp.AdamW(lr=0.1, weight_decay=0.1), rp.Adagrad(lr=0.1), rp.Adagrad(lr=0.1, weight_decay=0.1),
     rp.NAdam(lr=0.1, weight_decay=0.1),
     rp.NAdam(lr=rp.cosine(0.1, warmup=2), weight_decay=0.1, decoupled_weight_decay=True),
-    rp.RAdam(lr=0.1, weight_decay=0.1),
-    rp.Adamax(lr=0.1, weight_decay=0.1),
-    rp.Adadelta(lr=0.5, weight_decay=0.1),
-    rp.RMSprop(lr=0.1),
-    rp.RMSprop(lr=0.1, momentum=0.9, centered=True, weight_decay=0.1),
-    rp.ASGD(lr=rp.linear(0.1), t0=3, weight_decay=0.1),
-    rp.Muon(lr=rp.linear(0.1)),
+    rp.RAdam(lr=0.1, weight_decay=0.1), rp.Adamax(lr=0.1, weight_decay=0.1), rp.Adadelta(lr=0.5, weight_decay=0.1),
+    rp.RMSprop(lr=0.1), rp.RMSprop(lr=0.1, momentum=0.9, centered=True, weight_decay=0.1),
+    rp.ASGD(lr=rp.linear(0.1), t0=3, weight_decay=0.1), rp.Muon(lr=rp.linear(0.1)),
 )
 
 

@@ -105,9 +105,7 @@ class _Server:
         while self.queued and not self.held_back:
             self.reducer.handle(self.queued.pop(0))
 
-    def send(
-        self, kind: Kind, shard: int, value: float, replica: int = 0, step: int = 0, weight: float = 1.0
-    ) -> None:
+    def send(self, kind: Kind, shard: int, value: float, replica: int = 0, step: int = 0, weight: float = 1.0) -> None:
         buffer = self.job.pool.take()
         buffer.tensor.fill_(value)
         header = Header(
@@ -228,9 +226,7 @@ def test_an_update_that_fails_ends_the_owner() -> None:
         server.handle(inbox.Wake())
 
 
-def test_a_server_whose_update_never_ends_says_so_though_its_owner_goes_on(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_whose_update_never_ends_says_so_though_its_owner_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     server, begun, go_on = _Server(), threading.Event(), threading.Event()
     held: Any = server.reducer._owned[0]
 

@@ -25,26 +25,16 @@ def records(version: int, layout: Layout = LAYOUT) -> Iterator[ShardRecord]:
 
 
 def take(
-    store: SnapshotStore,
-    version: int,
-    attempt: int = 1,
-    *,
-    compression: Compression = "zstd-planes",
-    metrics: dict[str, float] | None = None,
-    writers: int = 2,
+    store: SnapshotStore, version: int, attempt: int = 1, *, compression: Compression = "zstd-planes",
+    metrics: dict[str, float] | None = None, writers: int = 2,
 ) -> Manifest:
     """Write and commit a whole snapshot, in as many parts as there are `writers`."""
     name = snapshot_id(version, attempt)
     everything = list(records(version))
     parts = [store.write_part(name, f"server{i}", everything[i::writers], compression) for i in range(writers)]
     manifest = Manifest(
-        id=name,
-        version=version,
-        record=msgspec.to_builtins(JOB),
-        created=1e9 + version,
-        metrics=metrics or {},
-        compression=compression,
-        shards={shard: entry for part in parts for shard, entry in part.shards.items()},
+        id=name, version=version, record=msgspec.to_builtins(JOB), created=1e9 + version, metrics=metrics or {},
+        compression=compression, shards={shard: entry for part in parts for shard, entry in part.shards.items()},
         files={file: size for part in parts for file, size in part.files.items()},
     )
     store.commit(manifest)

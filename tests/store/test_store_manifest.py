@@ -29,14 +29,8 @@ def manifest(**changes: Any) -> Manifest:
     length = 10
     shards = {s.index: ShardEntry("a-0.shards", length * s.index, length, "0" * 32) for s in LAYOUT.shards}
     plain = Manifest(
-        id="step-00000042-1",
-        version=42,
-        record=json.loads(msgspec.json.encode(JOB)),
-        created=1e9,
-        metrics={"loss": 0.1},
-        compression="none",
-        shards=shards,
-        files={"a-0.shards": length * len(shards)},
+        id="step-00000042-1", version=42, record=json.loads(msgspec.json.encode(JOB)), created=1e9,
+        metrics={"loss": 0.1}, compression="none", shards=shards, files={"a-0.shards": length * len(shards)},
     )
     return msgspec.structs.replace(plain, **changes)
 

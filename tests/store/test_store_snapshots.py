@@ -329,10 +329,7 @@ def test_when_nothing_is_usable_every_snapshot_is_named(store: SnapshotStore) ->
         put(store, f"{manifest.id}/manifest.json", b"?")
     said: list[str] = []
     assert store.latest_usable(said.append) is None
-    assert [sentence.rpartition("; ")[2] for sentence in said] == [
-        "using the one before it",
-        "there is none before it",
-    ]
+    assert [sentence.rpartition("; ")[2] for sentence in said] == ["using the one before it", "there is none before it"]
     assert store.manifests() == []
 
 

@@ -43,9 +43,7 @@ class Program:
     A child that the launcher names (RALLYPOINT_ID) also has that name for the system: ``psutil.Process(pid).name()``.
     """
 
-    def __init__(
-        self, arguments: Sequence[str], output: Path, env: Mapping[str, str], cwd: Path | None = None
-    ) -> None:
+    def __init__(self, arguments: Sequence[str], output: Path, env: Mapping[str, str], cwd: Path | None = None) -> None:
         given = (list(arguments), str(output.resolve()), dict(env), str(cwd or Path.cwd()))
         process = fork_server().Process(target=_begin, args=given)
         process.start()

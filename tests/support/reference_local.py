@@ -22,14 +22,7 @@ from rallypoint.core.schedule import rate_at
 from rallypoint.data.dataset import MapDataset
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
-from rallypoint.testing.reference import (
-    LossFunction,
-    WeightFunction,
-    copy_all,
-    plain_optimizer,
-    sum_leaves,
-    tree_sum,
-)
+from rallypoint.testing.reference import LossFunction, WeightFunction, copy_all, plain_optimizer, sum_leaves, tree_sum
 from rallypoint.worker.tensors import ModelTensors
 
 

@@ -388,9 +388,7 @@ class TransportContract:
         with pytest.raises(LinkError, match=_SENTENCE):
             listener.accept()
 
-    def test_connections_outlive_their_listener(
-        self, pair: tuple[Connection, Connection], listener: Listener
-    ) -> None:
+    def test_connections_outlive_their_listener(self, pair: tuple[Connection, Connection], listener: Listener) -> None:
         listener.close()
         pair[0].send(b"still here")
         assert receive(pair[1], 10) == b"still here"

@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rallypoint as rp
-from rallypoint.codec.base import (
-    RowSum,
-    check_gradient,
-    decode_gradient,
-    decode_ids,
-    encode_gradient,
-    encode_ids,
-    gradient_bytes,
-)
+from rallypoint.codec import base
+from rallypoint.codec.base import RowSum, check_gradient, decode_ids, encode_gradient, encode_ids, gradient_bytes
 from rallypoint.config import resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.schedule import rate_at
@@ -48,7 +41,7 @@ def test_a_gradient_survives_the_wire_and_is_as_long_as_its_rows(chosen: list[in
     data = encode_gradient(ids, values)
     assert len(data) == gradient_bytes(len(chosen), COLUMNS) == 4 + len(chosen) * (4 + 4 * COLUMNS)
     check_gradient(data, ROWS, COLUMNS)
-    found = decode_gradient(data, COLUMNS)
+    found = base.decode_gradient(data, COLUMNS)
     assert torch.equal(found[0], ids)
     assert torch.equal(found[1], values)
 
@@ -149,9 +142,7 @@ def _payload(ids: torch.Tensor, values: torch.Tensor) -> Buffer:
 def _step(owned: OwnedRows, version: int, chosen: list[int], *, skip: bool = False, replicate: bool = False) -> Any:
     owned.take(_payload(*_gradient(chosen, version)), 1.0)
     owned.mean(1.0)
-    return owned.apply(
-        Apply(version, version - 1, None if skip else 1.0, max(0, version - 1), replicate=replicate)
-    )
+    return owned.apply(Apply(version, version - 1, None if skip else 1.0, max(0, version - 1), replicate=replicate))
 
 
 def _read(owned: OwnedRows, version: int, ids: list[int]) -> torch.Tensor:
@@ -211,12 +202,8 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     owned = _part()
     _step(owned, 1, [2, 4])
     for spoil in (
-        {"master": np.zeros(3, np.float32)},
-        {"changed-0": np.array([4, 2])},
-        {"changed-0": np.array([4, 1000])},
-        {"before-0": np.zeros(1, np.float32)},
-        {"changed-7": np.array([1])},
-        {"another": np.zeros(3, np.float32)},
+        {"master": np.zeros(3, np.float32)}, {"changed-0": np.array([4, 2])}, {"changed-0": np.array([4, 1000])},
+        {"before-0": np.zeros(1, np.float32)}, {"changed-7": np.array([1])}, {"another": np.zeros(3, np.float32)},
         {"changed-1": np.array([1]), "before-1": np.zeros(COLUMNS, np.float32)},
         {f"changed-{'9' * 5000}": np.array([1]), f"before-{'9' * 5000}": np.zeros(COLUMNS, np.float32)},
     ):

@@ -101,9 +101,7 @@ def test_the_page_draws_shows_a_death_and_goes_on_after_the_coordinator_s(
     assert run.wait(100.0) == 0
 
 
-def test_the_buttons_pause_the_job_and_let_it_go_on(
-    run: Program, tab: Tab, tmp_path: Path
-) -> None:
+def test_the_buttons_pause_the_job_and_let_it_go_on(run: Program, tab: Tab, tmp_path: Path) -> None:
     address_of(run, tmp_path / "out")
     argv = ["-m", "rallypoint.cli", "watch", "--buttons", "job"]
     watch = Program(argv, tmp_path / "watch", {**os.environ, "COLUMNS": "200"}, tmp_path)

@@ -9,20 +9,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from test_watch_state import PLAN, members, steps
 
+from rallypoint.core import protocol
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import Sync
-from rallypoint.core.protocol import (
-    Aborted,
-    Applied,
-    Finished,
-    Members,
-    Message,
-    Metrics,
-    Skipped,
-    SnapshotEvery,
-    Snapshotted,
-    StepDone,
-)
+from rallypoint.core.protocol import Aborted, Applied, Finished, Members, Message, Metrics, Skipped, StepDone
 from rallypoint.core.shard.clip import Rule
 from rallypoint.core.shard.server import ServerMachine, ServerPlan
 from rallypoint.core.view import Member, View, ViewNumber
@@ -50,7 +40,7 @@ def values(readings: list[Figure]) -> Mapping[str, object]:
 def test_the_figures_of_a_job_follow_its_announcements() -> None:
     told = values(figures(
         PLAN, members("worker0 worker1", "worker2"), *steps(0, 4), Metrics(4, {"val_loss": 1.5}),
-        Skipped(5, (1,)), Snapshotted("s4", 4, 123, 0.5),
+        Skipped(5, (1,)), protocol.Snapshotted("s4", 4, 123, 0.5),
     ).read())  # fmt: skip
     assert told["rallypoint_job_running"] == 1.0
     assert (told["rallypoint_job_step"], told["rallypoint_job_steps"], told["rallypoint_steps"]) == (4, 10, 4)
@@ -118,7 +108,7 @@ def test_before_the_first_snapshot_its_time_is_the_beginning_and_without_snapsho
 
 
 def test_the_period_of_snapshots_is_the_one_that_the_job_has_chosen() -> None:
-    told = values(figures(PLAN, SnapshotEvery(7.0)).read())
+    told = values(figures(PLAN, protocol.SnapshotEvery(7.0)).read())
     assert (told["rallypoint_snapshot_period_steps"], told["rallypoint_snapshot_period_seconds"]) == (0, 7.0)
 
 

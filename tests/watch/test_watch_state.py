@@ -12,31 +12,15 @@ import msgspec
 import pytest
 
 from rallypoint import own_files
-from rallypoint.core.protocol import (
-    Aborted,
-    Accounted,
-    Applied,
-    AuditFound,
-    Finished,
-    LinkSample,
-    Members,
-    Message,
-    Metrics,
-    Planned,
-    Sampled,
-    Say,
-    Skipped,
-    Snapshotted,
-    StepDone,
-    Waiting,
-)
+from rallypoint.core import protocol
+from rallypoint.core.protocol import AuditFound, Finished, LinkSample, Members, Message, Metrics, Sampled, StepDone
 from rallypoint.launch.folder import coordinated
 from rallypoint.own_files import COORDINATOR_LOCK, LOCK
 from rallypoint.watch.app import PageReader
 from rallypoint.watch.follow import EVENTS, Follower, event_of
 from rallypoint.watch.state import RunState, StepPace, StepTimes, Timelines
 
-PLAN = Planned(10, 2, "samples", 100, 3, ("worker0", "worker1"), ("server0",), items=8)
+PLAN = protocol.Planned(10, 2, "samples", 100, 3, ("worker0", "worker1"), ("server0",), items=8)
 
 
 def members(workers: str = "worker0 worker1", standby: str = "", servers: str = "server0") -> Members:
@@ -85,7 +69,7 @@ def test_the_last_stall_has_the_sentence_that_was_said_meanwhile() -> None:
     run = run_of(PLAN, members(), *steps(0, 20))
     assert run.stalled is None
     sentence = "waiting for worker1 on node7 to send shard 3, 5 s so far"
-    run.take(Waiting(sentence), 30.0)
+    run.take(protocol.Waiting(sentence), 30.0)
     run.take(StepDone(20, 1.0, 8), 40.0)
     assert run.stalled == {"step": 20, "seconds": 19.0, "text": sentence}
     run.take(StepDone(21, 1.0, 8), 41.0)
@@ -100,7 +84,7 @@ def test_the_ledger_says_what_was_used_and_counted() -> None:
     told = PageReader().news(run)
     assert told is not None
     assert told["ledger"] == {"updates": 4, "used": 32}
-    run.take(Accounted(applied=6, folded=0, dropped=1, repeats=2, staleness={0: 3, 2: 3}), 9.0)
+    run.take(protocol.Accounted(applied=6, folded=0, dropped=1, repeats=2, staleness={0: 3, 2: 3}), 9.0)
     told = PageReader().news(run)
     assert told is not None
     counted = {"applied": 6, "folded": 0, "dropped": 1, "repeats": 2, "staleness": [1.0, 2]}
@@ -129,7 +113,7 @@ def test_a_new_coordinator_s_clock_goes_on_from_the_old_one_s() -> None:
 
 @pytest.mark.parametrize(("last", "how", "why"), [
     (Finished("worker0"), "finished", ""), (Finished("worker0", 7, "enough"), "finished", "stopped at step 7: enough"),
-    (Aborted("no room"), "failed", "no room"),
+    (protocol.Aborted("no room"), "failed", "no room"),
 ])  # fmt: skip
 def test_the_end_is_told_and_nobody_is_here_any_more(last: Message, how: str, why: str) -> None:
     run = run_of(PLAN, members(), *steps(0, 2), last)
@@ -150,9 +134,9 @@ def test_every_bound_holds_in_a_very_long_run() -> None:
     for step in range(5000):
         run.take(StepDone(step, 1.0, 8, figures={f"name{step}": 1.0}), step)
         run.take(members(f"worker{step}"), step)
-        run.take(Say("x" * 100), step)
-        run.take(Skipped(step, (0,)), step)
-        run.take(Snapshotted("a", step, 1, 1.0), step)
+        run.take(protocol.Say("x" * 100), step)
+        run.take(protocol.Skipped(step, (0,)), step)
+        run.take(protocol.Snapshotted("a", step, 1, 1.0), step)
     said = PageReader().news(run)
     assert said is not None
     assert len(json.dumps(said)) < 3 << 20
@@ -174,7 +158,7 @@ def test_stalls_are_longer_than_three_medians_and_have_a_cause() -> None:
 
 def test_a_wait_is_the_cause_of_the_stall_that_it_is_in() -> None:
     run = run_of(PLAN, members(), *steps(0, 20))
-    run.take(Waiting("waiting for a worker"), 30.0)
+    run.take(protocol.Waiting("waiting for a worker"), 30.0)
     run.take(StepDone(20, 1.0, 8), 60.0)
     assert list(run.times.lost) == ["waiting"]
 
@@ -206,7 +190,7 @@ def test_a_resume_is_no_stall_and_a_roll_back_is_one() -> None:
 
 
 def test_the_slowest_workers_are_known_until_they_leave() -> None:
-    run = run_of(PLAN, members(), Applied(0, 2, 1.0, {"worker0": 0.0, "worker1": 0.5}))
+    run = run_of(PLAN, members(), protocol.Applied(0, 2, 1.0, {"worker0": 0.0, "worker1": 0.5}))
     assert run.late == {"worker0": 0.0, "worker1": 0.5}
     run.take(members("worker0"), 9.0)
     assert run.late == {"worker0": 0.0}
@@ -225,7 +209,7 @@ def test_of_very_many_members_the_oldest_that_are_gone_are_forgotten() -> None:
 
 
 def test_a_page_is_told_everything_once_and_then_only_what_is_new() -> None:
-    run, reader = run_of(PLAN, members(), *steps(0, 3), Say("hello")), PageReader()
+    run, reader = run_of(PLAN, members(), *steps(0, 3), protocol.Say("hello")), PageReader()
     first = reader.news(run)
     assert first is not None
     assert first["plan"]["steps"] == 10
@@ -297,7 +281,7 @@ def test_a_run_that_nothing_runs_any_more_was_interrupted_until_it_goes_on(
     follower.look()
     assert (follower.run.ended, follower.run.why) == ("interrupted", "nothing of it runs any more")
     with coordinated(tmp_path), log.open("ab") as file:
-        file.write(line(2.0, StepDone(1, 4.0, 8)) + line(2.0, Snapshotted("a", 1, 1, 1.0)))
+        file.write(line(2.0, StepDone(1, 4.0, 8)) + line(2.0, protocol.Snapshotted("a", 1, 1, 1.0)))
         file.flush()
         follower.look()
         assert follower.run.ended == ""

@@ -11,19 +11,8 @@ import pytest
 from rich.console import Console
 from test_watch_state import PLAN, line, members, run_of, steps
 
-from rallypoint.core.protocol import (
-    Aborted,
-    Applied,
-    Finished,
-    Members,
-    Metrics,
-    Planned,
-    Say,
-    ScriptAt,
-    Snapshotted,
-    StepDone,
-    Waiting,
-)
+from rallypoint.core import protocol
+from rallypoint.core.protocol import Aborted, Applied, Members, Metrics, Planned, Say, ScriptAt, Snapshotted, Waiting
 from rallypoint.errors import UsageError
 from rallypoint.watch.app import PageReader
 from rallypoint.watch.follow import EVENTS
@@ -143,8 +132,8 @@ def test_nothing_that_a_log_says_commands_the_terminal() -> None:
     here = (f"worker{bad}",)
     run = run_of(
         Planned(10, 2, f"item{bad}", 100, 4, here, ("s",), 1, 8), Members("1.1", here, (), (f"server{bad}",)),
-        *(StepDone(step, 1.0, 8, 0, figures={f"figure{bad}": 1e308 * (-1) ** step}) for step in range(4)),
-        Metrics(3, {f"metric{bad}": 1.0}), Applied(3, 2, 0.0, {here[0]: 0.5}), Finished("", 3, f"why{bad}"),
+        *(protocol.StepDone(step, 1.0, 8, 0, figures={f"figure{bad}": 1e308 * (-1) ** step}) for step in range(4)),
+        Metrics(3, {f"metric{bad}": 1.0}), Applied(3, 2, 0.0, {here[0]: 0.5}), protocol.Finished("", 3, f"why{bad}"),
     )  # fmt: skip
     run.times.lost[f"cause[red]{bad}"] = 1.0
     console = Console(file=io.StringIO(), width=200, highlight=False)

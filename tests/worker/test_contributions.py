@@ -72,9 +72,7 @@ def not_needed_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.some("local")
 @pytest.mark.parametrize("how", ["local", "streamed", "not needed"])
-def test_the_record_has_the_digests_of_plain_pytorch(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_has_the_digests_of_plain_pytorch(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SETTINGS | {"memory.parameters": "streamed" if how == "streamed" else "local"}
     if how == "not needed":
         not_needed_at_first(monkeypatch)

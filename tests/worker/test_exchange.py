@@ -598,9 +598,7 @@ class _Deaf:
         return lambda *_, **__: None
 
 
-def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a roll-back the encoder forgets and codec states are recalled: once, and not by the look whether."""
     waiting = False
 
@@ -715,9 +713,7 @@ def test_copies_are_sent_once_on_a_connection_and_again_if_the_replica_went_and_
     assert [shard for shard, _ in contribute()] == [0, 1, 2]
 
 
-def test_a_raw_shard_is_sent_without_a_look_at_the_encoder(
-    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_raw_shard_is_sent_without_a_look_at_the_encoder(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them asked whether the encoder is closed, also where no codec has a state."""
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     exchange.arrivals.link_up(SERVER)

@@ -47,9 +47,7 @@ def entropy(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
     return torch.nn.functional.cross_entropy(model(x), y)
 
 
-def train(
-    model: torch.nn.Module, loss: Loss = entropy, *, servers: int = 1, **settings: Any
-) -> bool:
+def train(model: torch.nn.Module, loss: Loss = entropy, *, servers: int = 1, **settings: Any) -> bool:
     """Train, and return whether the server stepped the model in place."""
     with EmbeddedJob(servers=servers) as job:
         run = job.train(model, DATA, **{"replicas": 1, "batch": 4, "steps": 6, "seed": 5, **settings})
@@ -412,12 +410,9 @@ def test_a_shard_in_place_has_the_state_of_one_that_is_sent_and_goes_on_from_it(
 @pytest.mark.parametrize(
     ("make", "settings"),
     [
-        (lambda: build().to(torch.bfloat16), {}),
-        (build, {"average": rp.EMA(decay=0.9)}),
-        (build, {"optimizer": rp.AdamW(fused=True)}),
-        (build, {"sync": rp.LocalSteps(2)}),
-        (build, {"sync": rp.BoundedStaleness(1)}),
-        (build, {"memory": rp.Memory(hold="bf16"), "precision": "bf16"}),
+        (lambda: build().to(torch.bfloat16), {}), (build, {"average": rp.EMA(decay=0.9)}),
+        (build, {"optimizer": rp.AdamW(fused=True)}), (build, {"sync": rp.LocalSteps(2)}),
+        (build, {"sync": rp.BoundedStaleness(1)}), (build, {"memory": rp.Memory(hold="bf16"), "precision": "bf16"}),
         (build, {"codec": rp.Int8()}),
     ],
 )  # fmt: skip

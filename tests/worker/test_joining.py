@@ -16,22 +16,8 @@ import msgspec
 import pytest
 
 from rallypoint.coordinator import connections
-from rallypoint.core.protocol import (
-    Aborted,
-    Admitted,
-    Done,
-    Finished,
-    GiveUp,
-    Hello,
-    Leaving,
-    Message,
-    Metrics,
-    NewView,
-    Propose,
-    Refused,
-    Welcome,
-    decode,
-)
+from rallypoint.core import protocol
+from rallypoint.core.protocol import Aborted, Done, Finished, GiveUp, Hello, Message, Metrics, NewView, Propose
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import JobAborted, RallypointError
 from rallypoint.launch.embedded import EmbeddedJob
@@ -62,17 +48,17 @@ class Coordinator:
         self.training: Training | None = None
         self.joined: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        me, welcome = Identity("coordinator", "", secret=SECRET), Welcome(heartbeat=1000.0)
+        me, welcome = Identity("coordinator", "", secret=SECRET), protocol.Welcome(heartbeat=1000.0)
         self.gate = Gate(self.transport, "coordinator:1", me, lambda hello: welcome, self._serve)
 
     def _serve(self, channel: Channel, hello: Hello) -> None:
         self.joined.put(channel)
         while True:
-            self.heard.put(decode(channel.receive_bytes(channel.receive_header())))
+            self.heard.put(protocol.decode(channel.receive_bytes(channel.receive_header())))
 
     def admit(self, incarnation: int) -> Channel:
         channel = self.joined.get(timeout=PATIENCE_S)
-        channel.send_message(Admitted(incarnation, ticket_for(SECRET, "worker", "w", incarnation)))
+        channel.send_message(protocol.Admitted(incarnation, ticket_for(SECRET, "worker", "w", incarnation)))
         return channel
 
     def next(self, kind: type[Message]) -> Any:
@@ -158,7 +144,7 @@ def test_a_job_that_is_over_before_a_worker_took_part_is_one_sentence(coordinato
         training.end()
 
 
-@pytest.mark.parametrize("word", [Aborted("w1 pulled the plug"), Refused("w1 pulled the plug")])
+@pytest.mark.parametrize("word", [Aborted("w1 pulled the plug"), protocol.Refused("w1 pulled the plug")])
 def test_a_worker_that_waits_for_the_job_is_told_why_there_will_be_none(
     coordinator: Coordinator, job: Job, word: Message
 ) -> None:
@@ -230,7 +216,7 @@ def test_what_a_worker_has_done_before_a_roll_back_is_not_said_again(coordinator
     channel.connection.close()
     channel = coordinator.admit(1)
     said = [type(coordinator.heard.get(timeout=PATIENCE_S))]
-    while said[-1] is not Leaving:
+    while said[-1] is not protocol.Leaving:
         said.append(type(coordinator.heard.get(timeout=PATIENCE_S)))
     assert Propose in said
     assert Done not in said
@@ -355,9 +341,7 @@ def test_who_has_to_end_before_servers_have_its_codec_states_says_so(
     done: list[str] = []
     states = SimpleNamespace(hand_over=lambda: done.append("hand over") or settled)
     exchange = SimpleNamespace(leave=lambda: done.append("leave"), codec_states=states)
-    link: Any = SimpleNamespace(
-        send=lambda message: None, welcome=SimpleNamespace(heartbeat=5.0), admitted=admitted
-    )  # fmt: skip
+    link: Any = SimpleNamespace(send=lambda message: None, welcome=SimpleNamespace(heartbeat=5.0), admitted=admitted)
     exits.over.set()
     Job._leave(cast(Any, SimpleNamespace(
         id="worker1", _run=None, _link=link, _plane=exchange, _exchange=exchange, _finished=False

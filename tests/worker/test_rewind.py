@@ -183,9 +183,7 @@ def test_a_roll_back_in_a_forward_or_a_backward_changes_no_byte(
 
 
 @pytest.mark.parametrize("at", [(0, 0, 0), AT, (3, 1, 1)], ids=["first", "a replica's first", "a replica's second"])
-def test_a_roll_back_right_before_a_micro_batch_changes_no_byte(
-    cluster: Cluster, undisturbed: str, at: Where
-) -> None:
+def test_a_roll_back_right_before_a_micro_batch_changes_no_byte(cluster: Cluster, undisturbed: str, at: Where) -> None:
     """While its data is loaded, say: the loop has the micro-batch already, and enters it."""
     model, data = build()
     disturb = Once(at, cluster.lose_the_server)

@@ -150,9 +150,7 @@ def test_only_one_optimizer_is_given() -> None:
 
 
 @pytest.mark.parametrize("rounds", [None, 1, 9], ids=["no loop", "break", "to the end"])
-def test_a_loop_that_never_began_is_told_when_alone_too(
-    rounds: int | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loop_that_never_began_is_told_when_alone_too(rounds: int | None, capsys: pytest.CaptureFixture[str]) -> None:
     model = torch.nn.Linear(3, 2)
     with EmbeddedJob() as job:
         run = job.train(model, DATA, batch=4, steps=4)

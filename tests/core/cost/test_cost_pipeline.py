@@ -144,9 +144,7 @@ def test_a_host_of_several_workers_has_one_link() -> None:
     work = Workload(layers=(Layer(25_000_000),), shard_bytes=64 << 10)
     rate = 1000 * MBIT
     shared = Site(workers=(Workers(8, rate, per_host=4),), servers=(Servers(8, rate),), **IDEAL)  # type: ignore[arg-type]
-    assert step_cost(work, shared).seconds == pytest.approx(
-        4 * work.nbytes / (PAYLOAD / ACKNOWLEDGED * rate), rel=0.06
-    )  # fmt: skip
+    assert step_cost(work, shared).seconds == pytest.approx(4 * work.nbytes / (PAYLOAD / ACKNOWLEDGED * rate), rel=0.06)
     assert step_cost(work, msgspec.structs.replace(shared, aggregators=True)).seconds < 0.4 * (
         step_cost(work, shared).seconds
     )
@@ -300,9 +298,7 @@ def test_ports_lose_something_for_each_further_sender_up_to_three() -> None:
     ).seconds  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("mbit", "kib", "seconds"), [(250.0, 1024, 3.975), (500.0, 1024, 2.05), (500.0, 256, 1.92)],
-)  # fmt: skip
+@pytest.mark.parametrize(("mbit", "kib", "seconds"), [(250.0, 1024, 3.975), (500.0, 1024, 2.05), (500.0, 256, 1.92)])
 def test_a_step_beside_an_accelerator_takes_what_was_measured(mbit: float, kib: int, seconds: float) -> None:
     """Measured by `benchmarks/train.py --ratio 1`; not used for fitting. What it takes at 1 Gbit/s is left
     out, because there the two cores are what binds."""

@@ -82,12 +82,9 @@ def test_a_job_reads_every_window_once_in_a_pass(tmp_path: Path, monkeypatch: An
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"files": "none_*.bin"}, r"there is no file none_\*\.bin"),
-        ({"files": []}, "empty list of files"),
-        ({"files": 3}, "got a int: give a file"),
-        ({"files": "s3://bucket/train.bin"}, "copy them here first"),
-        ({"context": 0}, "give a context and a stride of 1 or more"),
-        ({"dtype": "float32"}, "whole numbers"),
+        ({"files": "none_*.bin"}, r"there is no file none_\*\.bin"), ({"files": []}, "empty list of files"),
+        ({"files": 3}, "got a int: give a file"), ({"files": "s3://bucket/train.bin"}, "copy them here first"),
+        ({"context": 0}, "give a context and a stride of 1 or more"), ({"dtype": "float32"}, "whole numbers"),
         ({"context": 10}, r"train\.bin has 10 tokens, and a window needs context \+ 1 = 11"),
         ({"skip": 3}, r"train\.bin has 17 bytes of tokens, which is no multiple of 2"),
         ({"skip": 20}, r"train\.bin is empty \(20 bytes\)"),
