@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_fragments import masters
 from test_rewind import Cluster, Once, cluster, loss_of
 
 import rallypoint as rp
@@ -36,10 +37,6 @@ def undisturbed(**settings: Any) -> str:
     model, data = build()
     train_local_reference(model, data, loss_of, resolve({**SETTINGS, **settings}))
     return weights_hash(model)
-
-
-def masters(servers: Any) -> dict[int, torch.Tensor]:
-    return {i: shard.master.clone() for s in servers for i, shard in s._reducer._owned.items()}
 
 
 def in_shards(model: torch.nn.Module) -> list[torch.Tensor]:
