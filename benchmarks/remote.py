@@ -109,7 +109,7 @@ def measure(name: str, case: Case, data: Path, about: tuple[int, int], settings:
         options = {"endpoint_url": url, "key": "test", "secret": "test"} if s3 else {}
         tasks = [
             Task(
-                urls, str(members.folder / f"cache{number}") if settings["cache"] else "", bool(settings["peers"]),
+                urls, str(members.folder / f"cache{number}") if settings["cache"] else "",
                 passes * rows // (replicas * batch), replicas, batch, int(settings["processes"]),
                 f"{url}/figures", options,
             )
@@ -153,14 +153,14 @@ def command(
     json_: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
 ) -> None:
     """Measure, and print the table."""
-    common: dict[str, int | bool] = {"processes": processes, "cache": True, "peers": True, "every": 0, "passes": 1}
+    common: dict[str, int | bool] = {"processes": processes, "cache": True, "every": 0, "passes": 1}
     many = {**common, "passes": passes}
     one, more = (Case(number, 1, rate_mbit or None) for number in (1, hosts))
     plan: list[tuple[str, Case, dict[str, int | bool]]] = [
         ("no cache", one, {**common, "cache": False}), ("cache", one, common),
         ("cache, fails", one, {**common, "every": 10}),
-        ("no cache", more, {**many, "cache": False}), ("caches of their own", more, {**many, "peers": False}),
-        ("shared caches", more, many), ("shared caches, fails", more, {**many, "every": 10}),
+        ("no cache", more, {**many, "cache": False}), ("cache", more, many),
+        ("cache, fails", more, {**many, "every": 10}),
     ]  # fmt: skip
     if importlib.util.find_spec("moto") and importlib.util.find_spec("s3fs"):
         plan.insert(3, ("S3, cache", one, {**common, "s3": True}))

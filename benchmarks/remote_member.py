@@ -22,7 +22,6 @@ class Task(msgspec.Struct, frozen=True):
 
     urls: tuple[str, ...]
     cache: str
-    peers: bool
     steps: int
     replicas: int
     batch: int
@@ -48,7 +47,7 @@ class Result(msgspec.Struct, frozen=True):
 
 def data_of(task: Task) -> rp.Parquet:
     """The data set."""
-    cache = rp.Cache(task.cache, peers=task.peers) if task.cache else None
+    cache = rp.Cache(task.cache) if task.cache else None
     return rp.Parquet(list(task.urls), transform=lambda row: torch.frombuffer(bytearray(row["x"]), dtype=torch.uint8),
                       cache=cache, storage_options=task.options)  # fmt: skip
 

@@ -102,7 +102,6 @@ def events(tmp_path: Path) -> list[dict[str, object]]:
         (("run", "--config", "no.toml", "here.py"), "error: the configuration file no.toml cannot be read"),
         (("run", "--trace-steps", "5:7", "here.py"), "error: there is no option --trace-steps: --trace FILE@5:7"),
         (("top", "run"), "error: there is no command top: rallypoint watch RUN --terminal"),
-        (("runs",), "error: there is no command runs: rallypoint watch runs/* --terminal"),
         (("token", "--tls", "certificates", "--role", "worker"), "error: --tls makes certificates of all roles"),
         (("watch", "a", "b", "--buttons"), "error: --buttons is for one run: name one folder"),
         (("replay", "a", "b", "--replica", "1"), "error: two runs are compared by what they have recorded"),

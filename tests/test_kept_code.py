@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rallypoint.core.typed import named
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import kept_code
 
@@ -158,5 +159,5 @@ def test_a_run_that_has_kept_nothing_is_a_sentence(home: Path, tmp_path: Path) -
 
 
 def test_many_files_are_named_by_the_first() -> None:
-    assert kept_code.named(["a", "b", "c"], most=2) == "a, b and 1 more"
-    assert kept_code.named(["a", "b"], most=2) == "a, b"
+    assert named(["a", "b", "c"], most=2) == "a, b and 1 more"
+    assert named(["a", "b"], most=2) == "a, b"

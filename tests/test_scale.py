@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rallypoint.core.cluster.course import check_course
 from rallypoint.core.layout import Shard
-from rallypoint.core.placing.placement import place, ranking
+from rallypoint.core.placing.placement import _score, place
 from rallypoint.core.plan.workload import Workload, transformer
 from rallypoint.core.view import assign_replicas, reassign_orphans
 from rallypoint.errors import ConfigError
@@ -172,7 +172,7 @@ def test_a_shard_is_placed_on_the_first_server_of_its_order_that_has_room_and_no
     for first in range(0, len(shards), count):
         run = shards[first : first + count]
         for shard in run:
-            ranked = ranking(shard.index, servers)
+            ranked = sorted(servers, key=lambda s: (_score(shard.index, s), s), reverse=True)
             free = [server for server in ranked if loads[server] + shard.nbytes <= room]
             beside = {placed.get(other.index) for other in run}
             home = next((s for s in free if s not in beside), free[0]) if free else min(ranked, key=lambda s: loads[s])

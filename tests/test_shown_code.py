@@ -78,18 +78,6 @@ class Shown(Cluster):
         self.script.write_text(SCRIPT.replace("sys.argv[2]", repr(str(code))))
         self.run(*options)
 
-    def until_at(self, step: int, workers: int) -> list[str]:
-        """Until so many workers wait in front of this step; those that do."""
-        self.open(step)
-        waiting: list[str] = []
-
-        def arrived() -> bool:
-            waiting[:] = sorted(path.name.split()[0] for path in self.home.glob(f"worker* waits before {step}"))
-            return len(waiting) >= workers
-
-        self.until(arrived)
-        return waiting
-
     def ends_with(self) -> set[str]:
         self.open(STEPS)
         assert self.ended() == 0, self.output

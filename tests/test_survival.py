@@ -121,6 +121,16 @@ class Cluster:
         with output.open("ab") as file:
             return subprocess.Popen(command(*arguments), stdout=file, stderr=subprocess.STDOUT, env=env)
 
+    def until_at(self, step: int, workers: int = 2) -> list[str]:
+        """Until so many workers have said that they wait in front of this step, or in it; those that have."""
+
+        def waiting() -> list[str]:
+            return sorted(path.name.split()[0] for path in self.home.glob(f"* waits before {step}"))
+
+        self.open(step)
+        self.until(lambda: len(waiting()) >= workers)
+        return waiting()
+
     def ended(self) -> int:
         """The launcher's exit status, once it and all of its children are gone."""
         assert self.launcher is not None

@@ -51,11 +51,6 @@ class ExampleCluster(Cluster):
         self.script.write_text(script.replace("EXAMPLE", str(EXAMPLES / name)))
         self.run(*options)
 
-    def until_at(self, step: int, workers: int = 3) -> None:
-        """Until so many workers wait in front of this step."""
-        self.open(step)
-        self.until(lambda: len(list(self.home.glob(f"* waits before {step}"))) >= workers)
-
     def strike(self, name: str) -> None:
         """Kill this process, and wait until the launcher has seen it."""
         self.processes()[name].kill()
@@ -111,12 +106,12 @@ def test_a_gans_worker_that_dies_between_its_two_pushes_changes_no_byte(
 def killed(cluster: ExampleCluster, name: str, *options: str) -> set[str]:
     """Run an example while a worker, a server and the coordinator are killed; what its workers print at the end."""
     cluster.example(name, *THREE, *options)
-    cluster.until_at(AT)
+    cluster.until_at(AT, workers=3)
     cluster.until(lambda: cluster.members["exposed"] == 0)  # every shard is on both servers
     cluster.strike("server0")
-    cluster.until_at(LATER)
+    cluster.until_at(LATER, workers=3)
     cluster.strike("worker1")
-    cluster.until_at(LAST, workers=2)  # another worker1 may be late
+    cluster.until_at(LAST)  # another worker1 may be late
     cluster.strike("coordinator")
     return cluster.ends_well()
 

@@ -55,11 +55,6 @@ class StoreCluster(Cluster):
     def __init__(self, home: Path) -> None:
         super().__init__(home, SCRIPT)
 
-    def until_at(self, step: int) -> None:
-        """Until both workers wait in front of this step."""
-        self.open(step)
-        self.until(lambda: all((self.home / f"worker{i} waits before {step}").exists() for i in range(2)))
-
     @property
     def found(self) -> list[list[float]]:
         """The values at the end, as each worker has pulled them."""

@@ -52,11 +52,6 @@ class CountingCluster(Cluster):
     def __init__(self, home: Path) -> None:
         super().__init__(home, SCRIPT)
 
-    def until_at(self, step: int) -> None:
-        """Until both workers wait in the middle of this step, or of a later one (replicas may be reassigned)."""
-        self.open(step)
-        self.until(lambda: all((self.home / f"worker{i} waits before {step}").exists() for i in range(2)))
-
     @property
     def hashes(self) -> set[str]:
         """Of all workers' weights at the end."""

@@ -15,17 +15,12 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.protocol import (
     AuditFound,
-    Caches,
     Contributed,
     Drain,
     Evaluated,
     Evaluates,
-    Found,
     GpuSample,
-    Holder,
     LinkSample,
-    NotFound,
-    Offers,
     Ordered,
     Pause,
     Reached,
@@ -35,7 +30,6 @@ from rallypoint.core.protocol import (
     Unrestored,
     Updated,
     ViewChange,
-    Wanted,
 )
 from rallypoint.core.typed import LONGEST_NAME, LONGEST_TEXT
 from rallypoint.core.view import Assignment, EarlyEnd, Member, StandingOrders, View, ViewNumber, canonical, difference
@@ -76,9 +70,7 @@ EXAMPLES: list[m.Message] = [
     AuditFound(7, 1, 3, ("w0", "w2"), ("w1",), ViewNumber(2, 1)),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
     Pause(False), StopWanted("enough"), Drain("w0"), m.SnapshotEvery(60.0), Ordered("Pause", "paused", refused=True),
-    Offers("10.0.0.1:5", "0a" * 8), Wanted(b"f" * 16, 5, 7), Found(b"c" * 16), NotFound("gone"),
     Reached(7, ViewNumber(2, 1)), Unrestored("file 0 is damaged", ViewNumber(2, 1)),
-    Caches((Holder("w0", 1, "10.0.0.1:5", "0a" * 8),), {"w0": b"t" * 60}),
     Sampled(5.0, 0.5, 6, 8, gpus=(GpuSample(0.5, 1, 2),), links={"h:1": LinkSample(0.1, 1.0, 2.0)}),
 ]  # fmt: skip
 JSONISH = st.recursive(

@@ -8,19 +8,19 @@ import msgspec
 import pytest
 
 from rallypoint.coordinator.announcer import Samples
-from rallypoint.core.protocol import MOST_LINKS, LinkSample, Sampled, decode, encode
+from rallypoint.core.protocol import MOST_LINKS, GpuSample, LinkSample, Sampled, decode, encode
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net.sampling import EVERY_S, Sampler, sampler_for
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.observe.usage import GpuUsage, LinkUsage, Usage, usage
+from rallypoint.observe.usage import LinkUsage, Usage, usage
 
 LINKS = {"10.0.0.8:1": LinkSample(0.001, 100.0, 200.0), "10.0.0.9:1": LinkSample(0, 1, 1)}
 SAMPLE = Sampled(5.0, 0.5, 6, 8, links=LINKS)
 
 
 def reading(
-    busy: float, links: dict[str, LinkUsage], waited: float = 0.0, gpus: tuple[GpuUsage, ...] = ()
+    busy: float, links: dict[str, LinkUsage], waited: float = 0.0, gpus: tuple[GpuSample, ...] = ()
 ) -> list[object]:
     return [Usage(busy, 2 * busy, 6, 8, 0, int(100 * busy), 10, 20, busy, 5, gpus), links, waited]
 
@@ -33,7 +33,7 @@ def sampler(*readings: list[object]) -> Sampler:
 def test_a_sample_has_the_rates_since_the_last_one() -> None:
     one = sampler(
         reading(0.0, {"a:1": LinkUsage(0, 0)}),
-        reading(10.0, {"a:1": LinkUsage(1000, 500, 0.002), "b:1": LinkUsage(10, 0)}, 2.5, (GpuUsage(0.75, 1, 2),)),
+        reading(10.0, {"a:1": LinkUsage(1000, 500, 0.002), "b:1": LinkUsage(10, 0)}, 2.5, (GpuSample(0.75, 1, 2),)),
     )
     assert one.sample(100.0) is None
     assert one.sample(100.0 + EVERY_S - 0.1) is None
@@ -109,7 +109,7 @@ class FakeNvml:
 
 
 def test_gpus_are_read_where_something_reads_them() -> None:
-    assert usage(FakeNvml(2)).gpus == (GpuUsage(0.5, 0, 100), GpuUsage(0.5, 1, 100))
+    assert usage(FakeNvml(2)).gpus == (GpuSample(0.5, 0, 100), GpuSample(0.5, 1, 100))
     assert usage(FakeNvml(2, fails=True)).gpus == ()
     assert len(usage(FakeNvml(100)).gpus) == 16
 

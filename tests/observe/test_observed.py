@@ -18,7 +18,7 @@ from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.streaming import StreamMachine
 from rallypoint.errors import RallypointError
 from rallypoint.observe.observed import QUESTIONS, changing_methods, observed, watched
-from rallypoint.observe.recording import SUFFIX, Recorder, RecordingError, read
+from rallypoint.observe.recording import SUFFIX, Beginning, Recorder, RecordingError, read
 from support.replay import replay
 
 
@@ -172,6 +172,13 @@ def test_a_folder_that_cannot_be_written_ends_the_recording_and_not_the_process(
 def test_a_file_that_is_no_recording_is_refused_with_a_sentence(tmp_path: Path, content: bytes) -> None:
     (path := tmp_path / "what").write_bytes(content)
     with pytest.raises(RecordingError, match="is no recording of a machine"):
+        replay(path)
+
+
+def test_a_recording_of_another_format_is_refused_with_the_version_that_reads_it(tmp_path: Path) -> None:
+    record = msgspec.msgpack.encode(Beginning(1, "0.0.9", "server0", 1, ["l"]))
+    (path := tmp_path / "old").write_bytes(struct.pack("<I", len(record)) + record)
+    with pytest.raises(RecordingError, match=r"is of format 1, not 2: use Rallypoint 0\.0\.9"):
         replay(path)
 
 

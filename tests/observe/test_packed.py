@@ -87,7 +87,7 @@ def test_what_is_not_of_the_core_is_refused_with_a_sentence(value: Any) -> None:
     (["core.worker.slots:Landed"], "Landed has 0 fields, and 1 here"),
     (["core.worker.slots:Slot", "WET"], r"holds \['WET'\], which is no Slot"),
     (["core.view:ViewNumber", 1], "ViewNumber has 1 fields, and 2 here"),
-    (["F", "os:abort"], r"names a function \['os:abort'\], which this version does not know"),
+    (["os:abort"], "holds a os:abort, which this version of Rallypoint does not know"),
     (["r", 3], "is damaged: it has no value"),
     (["d", 1], "is damaged"),
     (["s", ["core.cluster.effects:Refuse", ["-"], ["-"], ["-"]]], "is damaged"),

@@ -45,6 +45,7 @@ from rallypoint.core.protocol import (
 )
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.sums import DIGEST_BYTES, dense_shards, pieces_of
+from rallypoint.core.typed import named
 from rallypoint.core.view import View
 from rallypoint.net.handshake import LAUNCHER
 from rallypoint.observe.lines import Allowance, Once
@@ -84,16 +85,17 @@ class Comparable:
         others = [worker for worker, (digest, _) in new.items() if self._first and digest not in (b"", self._first)]
         if others:
             sentences.append(
-                f"{_names(others)} made other first weights than the job begins with (those of the worker that uploads "
-                "them count): the script does not seed them, so each run has others, and ends with other bytes. Call "
-                "torch.manual_seed(0) before the model is made"
+                f"{named(others, _NAMED)} made other first weights than the job begins with (those of the worker that "
+                "uploads them count): the script does not seed them, so each run has others, and ends with other "
+                "bytes. Call torch.manual_seed(0) before the model is made"
             )
         usual = (0, record.threads)
         apart = [worker for worker, (_, threads) in new.items() if record.threads and threads not in usual]
         if apart:
             sentences.append(
-                f"{_names(apart)} computes with {new[apart[0]][1]} intra-op threads, the job with {record.threads}: "
-                "its bytes depend on who computes what. Leave torch.set_num_threads out of the script; give --threads"
+                f"{named(apart, _NAMED)} computes with {new[apart[0]][1]} intra-op threads, the job with "
+                f"{record.threads}: its bytes depend on who computes what. Leave torch.set_num_threads out of the "
+                "script; give --threads"
             )
         kept = (worker for worker in self._proposed if worker in connected or worker == view.uploader)
         self._proposed = {worker: self._proposed[worker] for worker in kept}
@@ -108,11 +110,6 @@ def of_threads(record: JobRecord) -> list[str]:
         f"{record.threads} intra-op threads: the weights differ in the last digits from those of a run with 1 (the "
         "default of --threads; alone, OMP_NUM_THREADS=1)"
     ]
-
-
-def _names(workers: Sequence[str]) -> str:
-    more = len(workers) - _NAMED
-    return f"{', '.join(workers[:_NAMED])}{f' and {more} more' if more > 0 else ''}"
 
 
 # Which samples of members' machines and links are kept in the event log, and under which names.

@@ -33,7 +33,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
     "worker": (
         *(said.Knows, Propose, Beat, Report, said.Leaving, said.Stored, said.NotStored, said.Say, said.Stop),
         *(said.Done, said.GiveUp),
-        *(said.Evaluates, said.Evaluated, said.Contributed, said.Sampled, said.Offers, said.ScriptAt, said.Reached),
+        *(said.Evaluates, said.Evaluated, said.Contributed, said.Sampled, said.ScriptAt, said.Reached),
     ),
     "server": (
         *(said.Knows, Beat, said.Applied, said.Accounted, said.CaughtUp, said.Disproved, said.Leaving, said.Stored),

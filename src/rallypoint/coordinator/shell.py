@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rallypoint.coordinator import inbox
@@ -49,7 +49,6 @@ from rallypoint.core.protocol import (
     Knows,
     Message,
     Metrics,
-    Offers,
     Ordered,
     Prepare,
     Propose,
@@ -241,8 +240,6 @@ class CoordinatorShell:
             case Applied():
                 acts += self._drive(cluster_events.From(hello.id, message))
                 return [*acts, *self.announcer.applied(message)]
-            case Offers():
-                return [*acts, *self._tell(self._tickets.offered(hello.id, message, self.machine.view, self._now))]
             case _ if isinstance(message, Told):
                 return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
             case Stored():
@@ -349,7 +346,8 @@ class CoordinatorShell:
             else:
                 tally.rewind(self.machine.course.furthest, view.generation)
                 self.evaluations.rewind(self.announcer.config.steps_at(self.machine.course.furthest + 1))
-        acts += self._tell(self._tickets.news(view, [one for one in members if one in self.members]))
+        news = self._tickets.news(view, [one for one in members if one in self.members])
+        acts += [act for member, message in news for act in self._send(message, member)]
         return [*acts, *self.announcer.members(view, self._now), *self._ask_workers_for_codec_states()]  # the new ones
 
     def _ask_workers_for_codec_states(self) -> list[Act]:
@@ -374,8 +372,7 @@ class CoordinatorShell:
         if self.last_word is not None:
             return [Over(failure_of(self.last_word))] if self._now >= self._end_at else []
         acts = [act for newcomer in self._newcomers.allowed(self._now) for act in self._opened(newcomer)]
-        late = self._tickets.late(self.machine.view, self._now)
-        acts += [*self._resized(self._sizes.due(self._now)), *self._tell(late)]
+        acts += self._resized(self._sizes.due(self._now))
         acts += self._drive(cluster_events.Tick(self._awake.at(self._now), self._newcomers.names))
         return acts if self.last_word is not None else [*acts, *self.announcer.waiting(self._now)]
 
@@ -398,9 +395,6 @@ class CoordinatorShell:
 
     def _send(self, message: Message, *members: str) -> list[Act]:
         return [SendMessage(self.members[member], message) for member in members if member in self.members]
-
-    def _tell(self, news: Iterable[tuple[str, Message]]) -> list[Act]:
-        return [act for member, message in news for act in self._send(message, member)]
 
     def _announce(self, message: Message) -> list[Act]:
         return self.announcer.announce(message, self._now)

@@ -192,13 +192,10 @@ OfMembers = Sampled | ScriptAt
 
 
 MOST_DIGESTS = 1 << 17
-MOST_PIECE = 64 << 20  # bytes of a data set's file that are asked for at once
 MOST_RULES = 100  # of run.stop_when
 
 Digests = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=MOST_DIGESTS * DIGEST_BYTES)]
 Workers = Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=16)]
-Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-CacheName = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 Figures = Annotated[dict[Name, float], msgspec.Meta(max_length=MOST_METRICS)]
 Period = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
 
@@ -681,76 +678,6 @@ class Snapshotted(AnyMessage, frozen=True):
     seconds: float
 
 
-# ---- hosts that keep pieces of the data set: `data/peers.py` --------------------------------------------------------
-
-
-class Holder(msgspec.Struct, frozen=True, array_like=True):
-    """A worker that answers for a cache.
-
-    Attributes:
-        id, incarnation: the worker's.
-        address: where it listens.
-        cache: the cache's own name: workers of one host have the same.
-    """
-
-    id: Name
-    incarnation: Count
-    address: Name
-    cache: CacheName
-
-
-class Offers(AnyMessage, frozen=True):
-    """From a worker to the coordinator: it answers for this cache, at this address."""
-
-    address: Name
-    cache: CacheName
-
-
-class Caches(AnyMessage, frozen=True):
-    """From the coordinator to a worker that answers for a cache: who else does, and its tickets for them.
-
-    Attributes:
-        holders: all who do; with `more`, only those that have come, or changed, since the message before.
-        tickets: for these holders, by their ids.
-        more: it changes what was told before, and does not replace it.
-        gone: with `more`, the ids of those that no longer do.
-    """
-
-    holders: Annotated[tuple[Holder, ...], msgspec.Meta(max_length=MOST_MEMBERS)]
-    tickets: dict[Name, Hidden] = msgspec.field(default_factory=dict)
-    more: bool = False
-    gone: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
-
-    def after(self, before: Caches) -> Caches:
-        """Return all that is known with this message, if it was `before`."""
-        if not self.more:
-            return self
-        changed = {*self.gone, *(one.id for one in self.holders)}
-        kept = tuple(one for one in before.holders if one.id not in changed)
-        tickets = {id: ticket for id, ticket in before.tickets.items() if id not in changed}
-        return Caches((*kept, *self.holders), {**tickets, **self.tickets})
-
-
-class Wanted(AnyMessage, frozen=True):
-    """From a worker, or one of its loader processes, to another worker: these bytes of a file of the data set."""
-
-    file: Digest
-    start: Count
-    stop: Count
-
-
-class Found(AnyMessage, frozen=True):
-    """The answer: the next frame is the piece, with this checksum."""
-
-    checksum: Digest
-
-
-class NotFound(Shown, frozen=True):
-    """The answer: it is not to be had here."""
-
-    reason: str
-
-
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 OfViews = NewView | ViewChange
@@ -759,7 +686,7 @@ Message = (
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | OfViews | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
     SnapshotEvery | Snapshotted | Knows | Held | Release | Evaluates | Evaluated | Contributed | Updated |
-    AuditFound | OfMembers | AnyOrder | Ordered | Offers | Caches | Wanted | Found | NotFound | Reached | Unrestored
+    AuditFound | OfMembers | AnyOrder | Ordered | Reached | Unrestored
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -772,7 +699,7 @@ def with_secrets(message: Message, change: Callable[[bytes], bytes]) -> Message:
     match message:
         case Admitted(secret=secret):
             return msgspec.structs.replace(message, secret=change(secret))
-        case NewView(tickets=tickets) | ViewChange(tickets=tickets) | Caches(tickets=tickets):
+        case NewView(tickets=tickets) | ViewChange(tickets=tickets):
             return msgspec.structs.replace(message, tickets={id: change(one) for id, one in tickets.items()})
         case _:
             return message

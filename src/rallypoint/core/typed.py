@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -44,6 +44,12 @@ def printable(text: str, longest: int = LONGEST_LINE) -> str:
 def counted(number: int, what: str) -> str:
     """``1 worker``, ``2 workers``."""
     return f"{number} {what}{'s' * (number != 1)}"
+
+
+def named(names: Sequence[str], most: int = 5) -> str:
+    """``a.py, b.py and 3 more``."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def unnamed(figures: Mapping[Any, object]) -> str:

@@ -9,14 +9,10 @@ import hashlib
 import logging
 import math
 import os
-import re
-import secrets
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -50,9 +46,6 @@ class FilePiece:
         return hashlib.blake2b(self.file + range_, digest_size=16).hexdigest()
 
 
-Ask = Callable[[FilePiece, Callable[[], bytes]], bytes | None]  # see `asking.Asking.ask`
-
-
 class Cache:
     """Keeps what is read from a store: ``rp.Parquet("s3://...", cache=rp.Cache("/scratch/data", limit=500 << 30))``.
 
@@ -61,32 +54,32 @@ class Cache:
     its ETag shows, is another one. Damaged bytes on the disk are noticed, and fetched again. A disk that is full
     or fails costs the cache, and no sample. The system keeps what was read last in memory, once for all processes.
 
-    In a job the hosts fetch from each other first, so that each piece leaves the store about once: see `peers`.
-
     Arguments:
         folder: on a disk of this machine. Who may write into it decides what is read.
         limit: bytes that are kept; what was used longest ago goes first.
-        peers: also ask the other hosts of the job, and answer them.
 
     It may be pickled, and used after a fork.
     """
 
-    def __init__(self, folder: str | Path, *, limit: int = LIMIT, peers: bool = True) -> None:
+    def __init__(self, folder: str | Path, *, limit: int = LIMIT, **gone: object) -> None:
+        if gone:
+            raise UsageError(
+                f"rp.Cache has no {', '.join(gone)}=, only limit=: hosts no longer ask each other for what they have "
+                "read (peers=); where the store is to be read once, keep the data in a folder that all hosts share"
+            )
         if "://" in str(folder):
             raise UsageError(f"rp.Cache({str(folder)!r}): give a folder on a disk of this machine")
         if not isinstance(limit, int | float) or not 1 <= limit < math.inf:
             raise UsageError(f"rp.Cache(limit={limit!r}): give a number of bytes, 1 or more, as 500 << 30 for 500 GiB")
-        self.peers = peers
         self._entries = CacheEntries(Path(folder).expanduser().absolute(), limit)
-        self._ask: Ask | None = None
         self._failed = False
         try:
-            self.id = self._entries.prepare()
+            self._entries.prepare()
         except OSError as error:
             raise UsageError(f"rp.Cache({str(folder)!r}): {error}") from error
 
     def __repr__(self) -> str:
-        return f"Cache({str(self._entries.folder)!r}, limit={self._entries.limit}, peers={self.peers})"
+        return f"Cache({str(self._entries.folder)!r}, limit={self._entries.limit})"
 
     @property
     def limit(self) -> int:
@@ -98,29 +91,12 @@ class Cache:
         """How many bytes of the disk it takes now."""
         return self._entries.total
 
-    def join(self, ask: Ask) -> None:
-        """From now on, ask the caches of other hosts first."""
-        self._ask = ask if self.peers else None
-
-    def get(self, piece: FilePiece, fetch: Callable[[], bytes]) -> bytes:
-        """Return the bytes of a piece: the kept ones, a neighbour's, or what `fetch` returns from the store."""
-        ask = self._ask
-        if ask is None:
-            return self.serve(piece, fetch)
-        if (found := self._read(piece.name)) is not None:
-            return found
-        with self._asking(piece.name):
-            if (found := self._read(piece.name)) is not None:
-                return found
-            asked = ask(piece, fetch)
-            return self.serve(piece, fetch if asked is None else lambda: asked)
-
     def has(self, piece: FilePiece) -> bool:
         """True if a piece is kept now. It may be damaged, or gone when it is needed."""
         return self._entries.has(piece.name)
 
-    def serve(self, piece: FilePiece, fetch: Callable[[], bytes]) -> bytes:
-        """The same for a neighbour that asks: nobody else is asked."""
+    def get(self, piece: FilePiece, fetch: Callable[[], bytes]) -> bytes:
+        """Return the bytes of a piece: the kept ones, or what `fetch` returns from the store."""
         name = piece.name
         if (found := self._read(name)) is not None:
             return found
@@ -152,19 +128,6 @@ class Cache:
             folder = self._entries.folder
             log.warning("process %d keeps nothing more in the cache %s: %s", os.getpid(), folder, error)
 
-    @contextmanager
-    def _asking(self, name: str) -> Iterator[None]:
-        """One process of the machine asks for a piece. These are no locks that `serve` needs: else two hosts that ask
-        each other could each wait for the other."""
-        with ExitStack() as held:
-            try:
-                held.enter_context(self._entries.locked(name, WAIT_S, "asks-"))
-            except OSError as error:
-                self._fail(error)
-            yield
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ask": None}  # a process that is not forked asks the store
 
 
 def cache_of(given: Cache | str | Path | None) -> Cache | None:
@@ -175,7 +138,6 @@ def cache_of(given: Cache | str | Path | None) -> Cache | None:
 _MAGIC = b"RPC1"
 _HEAD = struct.Struct("<4sQ16s")  # the magic, how many bytes follow, their checksum
 _ENTRIES, _LOCKS, _SIZE = "entries", "locks", "size"
-_NAME = re.compile(rb"[0-9a-f]{16}")
 _STRIPES = 1024  # locks of entries: a file for each entry would never go away
 _LOWERED = 0.9  # of the limit: what is left when something has to go
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -190,7 +152,6 @@ class CacheEntries:
     nothing that another one would take for an entry. No link in the folder is followed, so nobody who may write into it
     has other files overwritten or deleted. All methods raise OSError as the folder's disk does.
 
-        folder/id              a random name of this folder
         folder/size            how many bytes the entries are, at least
         folder/entries/3f/...  entries; `.partial`: one that is being written, or whose writer was killed
         folder/locks/...
@@ -199,19 +160,10 @@ class CacheEntries:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
 
-    def prepare(self) -> str:
-        """Make the folder, if there is none yet. Returns its name: the same one for each process that uses it."""
-        with opened(self.folder, make=True) as folder:
-            with folder.folder(_ENTRIES, make=True), folder.folder(_LOCKS, make=True):
-                pass
-            try:
-                with self._locked("id", _SIZE_LOCK_S):
-                    if not folder.has("id") or not _NAME.fullmatch(folder.read("id")):  # (without power they are lost)
-                        folder.write("id", secrets.token_hex(8).encode())
-                    return folder.read("id").decode("ascii")
-            except _HeldEntry:
-                held = self.folder / _LOCKS / "id"
-                raise TimeoutError(f"another process holds {held}, and does not go on") from None
+    def prepare(self) -> None:
+        """Make the folder, if there is none yet."""
+        with opened(self.folder, make=True) as own, own.folder(_ENTRIES, make=True), own.folder(_LOCKS, make=True):
+            pass
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of an entry, which counts as used now; None if there is none. A damaged one is deleted."""
@@ -259,13 +211,13 @@ class CacheEntries:
             folder.write(name, _head(name, data), data, beside=f"{name}.partial")
 
     @contextlib.contextmanager
-    def locked(self, name: str, timeout: float, of: str = "") -> Iterator[bool]:
+    def locked(self, name: str, timeout: float) -> Iterator[bool]:
         """Hold the lock of an entry in the body. False if others have held it for `timeout` seconds.
 
-        It ends with the process that holds it. Some entries have the same lock; each `of` has locks of its own.
+        It ends with the process that holds it. Some entries have the same lock.
         """
         try:
-            with self._locked(f"{of}{int(name[:8], 16) % _STRIPES:03x}", timeout):
+            with self._locked(f"{int(name[:8], 16) % _STRIPES:03x}", timeout):
                 yield True
         except _HeldEntry:
             yield False
@@ -360,12 +312,8 @@ class _HeldEntry(Exception):
     """Others hold the lock."""
 
 
-def checksum(data: bytes, name: str = "") -> bytes:
-    """Return the checksum of the bytes of an entry: 16 bytes, which tell damage and not malice."""
+def _head(name: str, data: bytes) -> bytes:
+    """What stands before an entry's bytes. Its checksum tells damage, and no malice."""
     digest = xxhash.xxh3_128(name.encode())
     digest.update(data)
-    return digest.digest()
-
-
-def _head(name: str, data: bytes) -> bytes:
-    return _HEAD.pack(_MAGIC, len(data), checksum(data, name))
+    return _HEAD.pack(_MAGIC, len(data), digest.digest())

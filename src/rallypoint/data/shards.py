@@ -57,11 +57,6 @@ class ShardedDataset(ABC):
         self._lengths = list(lengths)
         self._starts = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
 
-    @property
-    def source(self) -> tuple[StoredFiles, list[File]]:
-        """The store, and all files that are read of it."""
-        return self._store, self._files
-
     @abstractmethod
     def _read(self, shard: int) -> Rows:
         """Read one shard, on any thread."""

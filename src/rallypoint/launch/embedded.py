@@ -19,7 +19,7 @@ from rallypoint.config.changes import changed_record
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.typed import printable
+from rallypoint.core.typed import named, printable
 from rallypoint.data.identity import identity_of
 from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.errors import ConfigError, DataError, RallypointError, UsageError
@@ -178,10 +178,9 @@ def _left_out(tensors: ModelTensors, model: torch.nn.Module, checkpoint: Checkpo
         ("optimizer states", checkpoint.optimizer.keys() - trained),
     ):
         if names:
-            some = [printable(name) for name in sorted(names)[:_NAMED]]
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            some = named([printable(name) for name in sorted(names)], _NAMED)
             why = "the script's model does not have" if what == "weights" else "the script's model does not train"
-            said.append(f"the checkpoint has {what} that {why}, and they are left out: {', '.join(some)}{more}")
+            said.append(f"the checkpoint has {what} that {why}, and they are left out: {some}")
     return said
 
 

@@ -23,7 +23,7 @@ from rallypoint.core.typed import printable
 from rallypoint.errors import DataError, RallypointError, UsageError
 from rallypoint.launch.kept_code import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS_FOLDER, TLS, read_plan
-from rallypoint.own_files import COORDINATOR_LOCK, LOCK, is_held, opened, read_file
+from rallypoint.own_files import COORDINATOR_LOCK, LOCK, is_held, lock_within, opened, read_file
 from rallypoint.store.snapshots import SnapshotStore
 
 CLUSTER_FILE = "cluster.json"
@@ -100,7 +100,6 @@ def coordinated(folder: Path) -> Iterator[None]:
     waited for, up to 5 s; then UsageError. The lock is the operating system's: it ends with this process. A file system
     without locks keeps nobody out.
     """
-    path = folder / COORDINATOR_LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with opened(folder) as own:
@@ -108,33 +107,21 @@ def coordinated(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UsageError(f"{folder} cannot hold the journal: {error.strerror}; choose another --folder") from None
     try:
-        _wait_for_lock(fd, path)
+        free = True
+        with contextlib.suppress(OSError):  # ENOLCK, ENOTSUP: it has no locks
+            free = lock_within(fd, PREDECESSOR_S, _LOOK_S)
+        if not free:
+            who = printable(os.pread(fd, 200, 0).decode(errors="replace")) or "another process"
+            raise UsageError(
+                f"{folder} has a coordinator already ({who}): end that one first. If its machine has died, and "
+                f"the network file system still keeps its lock, delete {folder / COORDINATOR_LOCK}"
+            )
         with contextlib.suppress(OSError):  # a full disk: the name is for a sentence
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
     finally:
         os.close(fd)
-
-
-def _wait_for_lock(fd: int, path: Path) -> None:
-    """Lock this open file. UsageError if another process has the lock for too long."""
-    deadline = time.monotonic() + PREDECESSOR_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
-                continue
-            who = printable(os.pread(fd, 200, 0).decode(errors="replace")) or "another process"
-            raise UsageError(
-                f"{path.parent} has a coordinator already ({who}): end that one first. If its machine has died, and "
-                f"the network file system still keeps its lock, delete {path}"
-            ) from None
-        except OSError:  # ENOLCK, ENOTSUP: it has no locks
-            return
-        return
 
 
 class UnderWay(UsageError):

@@ -79,12 +79,6 @@ def changed(script: str, folder: Path) -> list[str]:
     return [str(file) for file in files if _digest(home / file) != _digest(kept / file)]
 
 
-def named(files: Sequence[str], most: int = 5) -> str:
-    """Return ``a.py, b.py and 3 more``."""
-    more = len(files) - most
-    return ", ".join(files[:most]) + (f" and {more} more" if more > 0 else "")
-
-
 def worker_argv(worker: Sequence[str], script: str, folder: Path) -> tuple[str, ...]:
     """Return `worker` (``python script.py --its options``) with the script run from the kept copy."""
     arguments = worker[list(worker).index(script) + 1 :]

@@ -16,6 +16,7 @@ import msgspec
 from rich.markup import escape
 
 from rallypoint.core.protocol import Drain, Finished, Release, Resize, SnapshotWanted
+from rallypoint.core.typed import named
 from rallypoint.errors import AccessDenied, LinkError, RallypointError, UsageError
 from rallypoint.launch import environment, kept_code
 from rallypoint.launch.access import transport_of
@@ -136,7 +137,7 @@ def _keep_code(plan: Launch, console: RunConsole, *, original: bool) -> list[str
         changed = kept_code.changed(plan.script, folder)
         which = "as it was (--original)" if original else "as it is now; --original takes it as it was"
         if changed:
-            files = escape(kept_code.named(changed))
+            files = escape(named(changed))
             console.say(f"[yellow]changed since the run began: {files}. The code runs {which}[/yellow]")
         if original:
             return changed
@@ -473,7 +474,7 @@ def _worker_argv(run: ClusterRun, name: str) -> tuple[str, ...]:
     if changed and changed != run._said_changed:
         run._said_changed = changed
         run.console.say(
-            f"[yellow]edited since the run began: {escape(kept_code.named(changed))}; {name} runs the code that the "
+            f"[yellow]edited since the run began: {escape(named(changed))}; {name} runs the code that the "
             "run began with[/yellow]"
         )
     return kept_code.worker_argv(run.plan.worker, run.plan.script, Path(run.plan.folder))

@@ -40,7 +40,7 @@ from typing import NamedTuple
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
 
-PROTOCOL = 21
+PROTOCOL = 22
 _MAGIC = b"RLPT"
 _HEADER = struct.Struct("<4sBBBBIIIIIIdII")
 HEADER_BYTES = _HEADER.size
@@ -76,7 +76,6 @@ class Kind(enum.IntEnum):
     ROWS = 22
     CODEC_STATE = 23  # a replica's codec state (codec/build.py); empty: there is none, or nothing new
     WORDS = 24  # a range of a shard's parameters at one version
-    PIECE = 25  # bytes of a file of the data set, from another host's cache
 
     CREDIT = 32
     FOLLOW = 33
@@ -109,7 +108,6 @@ _LIMITS = {
     Kind.ROWS: 64 << 20,
     Kind.CODEC_STATE: 256 << 20,  # two vectors, and what was sent of a third; the shard's own limit is checked too
     Kind.WORDS: 64 << 20,
-    Kind.PIECE: 64 << 20,
     Kind.CREDIT: 0,
     Kind.FOLLOW: 0,
     Kind.FETCH: 0,

@@ -21,7 +21,7 @@ from functools import cache
 from typing import Protocol
 
 from rallypoint.core.plan.port import PortPacer, Sent
-from rallypoint.core.protocol import MOST_LINKS, GpuSample, LinkSample, Sampled
+from rallypoint.core.protocol import MOST_LINKS, LinkSample, Sampled
 from rallypoint.core.view import View
 from rallypoint.net.transport import LEAST_PACE, Transport
 from rallypoint.observe.usage import Flow, LinkPace, LinkUsage, Traffic, Usage, can_read, nvidia_library, usage
@@ -65,8 +65,7 @@ class Sampler:
             network_received=_rate(before.received, after.received, seconds),
             own_cpu=round(max(0.0, after.own_busy - before.own_busy) / seconds, 3), own_memory=after.own_memory,
             waited_for_data=_share(is_now[3] - last[3], seconds),
-            gpus=tuple(GpuSample(_share(gpu.busy, 1.0), gpu.used, gpu.total) for gpu in after.gpus),
-            links=_links(last[2], is_now[2], seconds),
+            gpus=after.gpus, links=_links(last[2], is_now[2], seconds),
         )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 import importlib
 import io
+import itertools
 import os
 import pkgutil
 import re
@@ -29,7 +30,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -38,6 +39,8 @@ from rallypoint.errors import RallypointError
 from rallypoint.observe.lenient import say
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
+_PLAIN: dict[str, type] = {"t": tuple, "f": frozenset, "l": list, "s": set, "q": deque, "d": dict, "C": Counter}
+_TAGS = {**{kind: tag for tag, kind in _PLAIN.items()}, MappingProxyType: "d"}
 _UNSET = ["-"]  # a slot of an object that has no value yet
 _REFERENCE = "r"
 
@@ -47,12 +50,12 @@ class PackingError(RallypointError):
 
 
 @cache
-def _known(kind: type) -> Mapping[str, Any]:
-    """Every class (`type`) or function that a module of `rallypoint.core` defines, by its tag."""
+def _known() -> Mapping[str, Any]:
+    """Every class and function that a module of `rallypoint.core` defines, by its tag."""
     found: dict[str, Any] = {}
     for module in pkgutil.walk_packages(rallypoint.core.__path__, "rallypoint.core."):
         for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, kind) and value.__module__ == module.name:
+            if isinstance(value, (type, FunctionType)) and value.__module__ == module.name:
                 found[_tag(value)] = value
     return MappingProxyType(found)
 
@@ -80,67 +83,39 @@ def unpack(data: Any) -> Any:
         raise PackingError(f"the recording is damaged: {error}") from None
 
 
-# ---- packing -----------------------------------------------------------------------------------------------------
-
-
 class _Packer:
     def __init__(self, seen: dict[int, int] | None) -> None:
         self._seen = seen  # numbers of mutable objects, by id(); None: do not look for repeated objects
 
     def pack(self, value: Any) -> Any:
-        kind = _class_of(value)
+        kind = vars(type(value)).get("observed_class", type(value))  # of an observed machine: its original class
         if kind in _SCALARS:
             return value
-        if kind is tuple:
-            return ["t", *map(self.pack, value)]
-        if kind is frozenset:
-            return ["f", *self._sorted(value)]
         if kind is FunctionType:
-            return ["F", _known_tag(value)]
+            return [_known_tag(value)]
         if issubclass(kind, enum.Enum):
             return [_known_tag(kind), value.name]
-        if issubclass(kind, tuple):  # a NamedTuple
-            return [_known_tag(kind), *map(self.pack, value)]
-        if issubclass(kind, msgspec.Struct):
-            return [_known_tag(kind), *(self.pack(getattr(value, name)) for name in kind.__struct_fields__)]
-        if self._seen is not None:
+        if _is_made_whole(kind):
+            return [_known_tag(kind), *(self.pack(getattr(value, name)) for name in _names_of(kind))]
+        if self._seen is not None and kind not in (tuple, frozenset):
             if id(value) in self._seen:
                 return [_REFERENCE, self._seen[id(value)]]
             self._seen[id(value)] = len(self._seen)
-        return self._pack_mutable(kind, value)
-
-    def _pack_mutable(self, kind: type, value: Any) -> Any:
-        if kind is list:
-            return ["l", *map(self.pack, value)]
-        if kind is set:
-            return ["s", *self._sorted(value)]
-        if kind in (dict, MappingProxyType):
-            return ["d", *self._pairs(value)]
-        if kind is Counter:
-            return ["C", *self._pairs(value)]
-        if kind is deque:
-            return ["q", value.maxlen, *map(self.pack, value)]
+        if (plain := _TAGS.get(kind)) is not None:
+            return [plain, *([value.maxlen] if kind is deque else []), *map(self.pack, _in_order(value))]
         tag = _known_tag(kind)
-        parts = [self.pack(getattr(value, name)) if hasattr(value, name) else _UNSET for name in _slots_of(kind)]
+        parts = [self.pack(getattr(value, name)) if hasattr(value, name) else _UNSET for name in _names_of(kind)]
         parts += [self.pack(vars(value))] if hasattr(value, "__dict__") else []
-        return [tag, *parts, *([["t", *map(self.pack, value)]] if isinstance(value, list) else [])]
-
-    def _sorted(self, values: Iterable[Any]) -> list[Any]:
-        """A set's members in an order that is the same in every process."""
-        ordered = sorted(values, key=lambda value: msgspec.msgpack.encode(pack(value)))
-        return [self.pack(value) for value in ordered]
-
-    def _pairs(self, values: Mapping[Any, Any]) -> Iterator[Any]:
-        for key, value in values.items():
-            yield self.pack(key)
-            yield self.pack(value)
+        return [tag, *parts, *([self.pack(tuple(value))] if isinstance(value, list) else [])]
 
 
-def _class_of(value: Any) -> type:
-    """The value's class. For an observed machine, its original class."""
-    kind = type(value)
-    before: type = vars(kind).get("observed_class", kind)
-    return before
+def _in_order(values: Any) -> Iterable[Any]:
+    """A mapping's keys, each before its value; a set's members in an order that is the same in every process."""
+    if isinstance(values, Mapping):
+        return itertools.chain.from_iterable(values.items())
+    if isinstance(values, (set, frozenset)):
+        return sorted(values, key=lambda value: msgspec.msgpack.encode(pack(value)))
+    return cast(Iterable[Any], values)
 
 
 def _tag(kind: Any) -> str:
@@ -150,7 +125,7 @@ def _tag(kind: Any) -> str:
 def _known_tag(kind: Any) -> str:
     """The tag of a class or a function. PackingError if it is not one of `rallypoint.core`."""
     tag = _tag(kind)
-    if _known(type if isinstance(kind, type) else FunctionType).get(tag) is not kind:
+    if _known().get(tag) is not kind:
         raise PackingError(
             f"a {kind.__module__}.{kind.__qualname__} cannot be recorded: machines, their events and their effects "
             "consist of numbers, texts, collections, and classes of rallypoint.core"
@@ -158,17 +133,21 @@ def _known_tag(kind: Any) -> str:
     return tag
 
 
+def _is_made_whole(kind: type) -> bool:
+    """True if the class makes its objects from all their fields, which never change: structs and NamedTuples."""
+    return issubclass(kind, msgspec.Struct) or (issubclass(kind, tuple) and kind is not tuple)
+
+
 @cache
-def _slots_of(kind: type) -> tuple[str, ...]:
-    """The names of an object's slots, those of its base classes first."""
+def _names_of(kind: Any) -> tuple[str, ...]:
+    """The names of an object's fields or slots, those of its base classes first."""
+    if _is_made_whole(kind):
+        return tuple(kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else kind._fields)
     names: list[str] = []
     for base in reversed(kind.__mro__):
         slots = vars(base).get("__slots__", ())
         names += [slots] if isinstance(slots, str) else slots
     return tuple(name for name in names if name not in ("__weakref__", "__dict__"))
-
-
-# ---- unpacking --------------------------------------------------------------------------------------------------
 
 
 class _Unpacker:
@@ -181,92 +160,56 @@ class _Unpacker:
         if not data or not isinstance(data[0], str):
             raise PackingError(f"the recording is damaged: {data!r:.80} has no tag")
         tag, *parts = data
-        match tag:
-            case "t":
-                return tuple(map(self.unpack, parts))
-            case "f":
-                return frozenset(map(self.unpack, parts))
-            case "r":
-                return self._referenced(parts)
-            case "F":
-                return self._function(parts)
-            case "l" | "s" | "d" | "C" | "q":
-                return self._collection(tag, parts)
-            case _:
-                return self._object(tag, parts)
-
-    def _referenced(self, parts: list[Any]) -> Any:
-        if len(parts) != 1 or not isinstance(parts[0], int) or not 0 <= parts[0] < len(self._seen):
-            raise PackingError(f"the recording is damaged: it has no value {parts!r:.80}")
-        return self._seen[parts[0]]
+        if tag == _REFERENCE:
+            if len(parts) != 1 or not isinstance(parts[0], int) or not 0 <= parts[0] < len(self._seen):
+                raise PackingError(f"the recording is damaged: it has no value {parts!r:.80}")
+            return self._seen[parts[0]]
+        if tag in ("t", "f"):
+            return _PLAIN[tag](map(self.unpack, parts))
+        return self._collection(tag, parts) if tag in _PLAIN else self._object(tag, parts)
 
     def _collection(self, tag: str, parts: list[Any]) -> Any:
-        if tag == "l":
-            values: list[Any] = self._keep([])
-            values.extend(map(self.unpack, parts))
-            return values
-        if tag == "s":
-            members: set[Any] = self._keep(set())
-            members.update(map(self.unpack, parts))
-            return members
-        if tag == "q":
-            row: deque[Any] = self._keep(deque(maxlen=parts[0] if parts else None))
-            row.extend(map(self.unpack, parts[1:]))
-            return row
-        mapping: dict[Any, Any] = self._keep(Counter() if tag == "C" else {})
-        for key, value in zip(parts[::2], parts[1::2], strict=True):
-            mapping[self.unpack(key)] = self.unpack(value)
-        return mapping
+        value: Any = self._keep(deque(maxlen=parts.pop(0)) if tag == "q" else _PLAIN[tag]())
+        if tag in ("d", "C"):
+            for key, one in zip(parts[::2], parts[1::2], strict=True):
+                value[self.unpack(key)] = self.unpack(one)
+        else:
+            (value.update if tag == "s" else value.extend)(map(self.unpack, parts))
+        return value
 
     def _keep(self, value: Any) -> Any:
         self._seen.append(value)
         return value
 
     def _object(self, tag: str, parts: list[Any]) -> Any:
-        kind = _known(type).get(tag)
+        kind = _known().get(tag)
         if kind is None:
             raise PackingError(f"the recording holds a {tag}, which this version of Rallypoint does not know")
+        if isinstance(kind, FunctionType):
+            return kind
         if issubclass(kind, enum.Enum):
-            return self._member(kind, parts)
-        if issubclass(kind, tuple):
-            _check_count(tag, parts, len(kind._fields))
-            return kind(*map(self.unpack, parts))
-        if issubclass(kind, msgspec.Struct):
-            _check_count(tag, parts, len(kind.__struct_fields__))
-            return kind(**dict(zip(kind.__struct_fields__, map(self.unpack, parts), strict=True)))
-        return self._instance(tag, kind, parts)
-
-    def _instance(self, tag: str, kind: Any, parts: list[Any]) -> Any:
-        value = self._keep(kind.__new__(kind))
-        names, has_dict, is_list = _slots_of(kind), hasattr(value, "__dict__"), isinstance(value, list)
-        _check_count(tag, parts, len(names) + has_dict + is_list)
+            if len(parts) != 1 or parts[0] not in kind.__members__:
+                raise PackingError(f"the recording holds {parts!r:.80}, which is no {kind.__name__}")
+            return kind[parts[0]]
+        names, value = _names_of(kind), None if _is_made_whole(kind) else self._keep(kind.__new__(kind))
+        has_dict, is_list = hasattr(value, "__dict__"), isinstance(value, list)
+        if len(parts) != (wanted := len(names) + has_dict + is_list):
+            raise PackingError(
+                f"the recording's {tag} has {len(parts)} fields, and {wanted} here: use the same version"
+            )
+        if value is None:
+            return kind(**dict(zip(names, map(self.unpack, parts), strict=True)))
         for name, part in zip(names, parts, strict=False):
             if part != _UNSET:
                 object.__setattr__(value, name, self.unpack(part))
         if has_dict:
             vars(value).update(self.unpack(parts[len(names)]))
-        if is_list:
+        if isinstance(value, list):
             value.extend(self.unpack(parts[-1]))
         return value
 
-    def _function(self, parts: list[Any]) -> Any:
-        function = _known(FunctionType).get(parts[0]) if len(parts) == 1 else None
-        if function is None:
-            raise PackingError(f"the recording names a function {parts!r:.80}, which this version does not know")
-        return function
 
-    def _member(self, kind: type[enum.Enum], parts: list[Any]) -> enum.Enum:
-        if len(parts) != 1 or parts[0] not in kind.__members__:
-            raise PackingError(f"the recording holds {parts!r:.80}, which is no {kind.__name__}")
-        return kind[parts[0]]
-
-
-def _check_count(tag: str, parts: list[Any], wanted: int) -> None:
-    if len(parts) != wanted:
-        raise PackingError(f"the recording's {tag} has {len(parts)} fields, and {wanted} here: use the same version")
-
-
-FORMAT = 1
+FORMAT = 2
 LIMIT_BYTES = 64 << 20  # for one machine
 SUFFIX = ".recording"
 _LENGTH = struct.Struct("<I")

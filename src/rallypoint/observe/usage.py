@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rallypoint.core.protocol import MOST_GPUS
+from rallypoint.core.protocol import MOST_GPUS, GpuSample
 
 _LOOPBACK = "lo"
 
@@ -25,15 +25,6 @@ def most_files() -> int:
     """How many files this process may open; 2^53 where there is no limit."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 53 if soft == resource.RLIM_INFINITY else soft
-
-
-@dataclass(frozen=True, slots=True)
-class GpuUsage:
-    """One GPU: the share of the time in which it was busy, of late; bytes of its memory."""
-
-    busy: float
-    used: int
-    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +50,7 @@ class Usage:
     received: int
     own_busy: float
     own_memory: int
-    gpus: tuple[GpuUsage, ...] = ()
+    gpus: tuple[GpuSample, ...] = ()
 
 
 def can_read() -> bool:
@@ -109,7 +100,7 @@ def nvidia_library() -> Any:
     return pynvml
 
 
-def _gpus(nvidia: Any) -> tuple[GpuUsage, ...]:
+def _gpus(nvidia: Any) -> tuple[GpuSample, ...]:
     try:
         handles = [nvidia.nvmlDeviceGetHandleByIndex(i) for i in range(min(MOST_GPUS, nvidia.nvmlDeviceGetCount()))]
         return tuple(_gpu(nvidia, handle) for handle in handles)
@@ -117,9 +108,9 @@ def _gpus(nvidia: Any) -> tuple[GpuUsage, ...]:
         return ()  # a driver that fails: the next look may find it again
 
 
-def _gpu(nvidia: Any, handle: Any) -> GpuUsage:
+def _gpu(nvidia: Any, handle: Any) -> GpuSample:
     memory = nvidia.nvmlDeviceGetMemoryInfo(handle)
-    return GpuUsage(nvidia.nvmlDeviceGetUtilizationRates(handle).gpu / 100, memory.used, memory.total)
+    return GpuSample(min(1.0, nvidia.nvmlDeviceGetUtilizationRates(handle).gpu / 100), memory.used, memory.total)
 
 
 class LinkUsage(NamedTuple):

@@ -17,6 +17,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Shard, TensorSpec
 from rallypoint.core.modes import Feature
 from rallypoint.core.optimizer import ENTRY
+from rallypoint.core.typed import named
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed
 from rallypoint.store.checkpoints import WRITERS, Content, OptimizerState
 from rallypoint.store.manifest import Manifest, age
@@ -247,6 +248,4 @@ def _frozen(job: JobRecord) -> list[str]:
     """The summary's sentence about frozen parameters; "" if there are none."""
     if not job.frozen:
         return []
-    names = sorted(job.frozen)
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return [f"frozen parameters are not part of a snapshot ({', '.join(names[:_NAMED])}{more})"]
+    return [f"frozen parameters are not part of a snapshot ({named(sorted(job.frozen), _NAMED)})"]

@@ -10,7 +10,7 @@ from rallypoint.data.cache import Cache, FilePiece
 
 
 def many_reads(folder: Path, together: Any, queue: Any, pieces: int) -> None:
-    """Read the same pieces as all others; tell the folder's name, and how many this process has fetched."""
+    """Read the same pieces as all others; tell how many this process has fetched."""
     together.wait()
     cache, fetched = Cache(folder), 0
     for number in range(pieces):
@@ -21,7 +21,7 @@ def many_reads(folder: Path, together: Any, queue: Any, pieces: int) -> None:
             return bytes([number]) * 1000
 
         assert cache.get(FilePiece(b"f" * 16, number * 1000, number * 1000 + 1000), fetch) == bytes([number]) * 1000
-    queue.put((cache.id, fetched))
+    queue.put(fetched)
 
 
 def hold_and_die(cache: Cache, piece: FilePiece, when: str, ready: Any, never_set: Any) -> None:

@@ -77,7 +77,7 @@ def test_a_file_that_is_written_again_while_a_job_reads_it_is_refused(tmp_path: 
     os.utime(path, (1e9, 1e9))
     assert data[10]["id"] == 20, "the same bytes, whatever its time"
     path.write_bytes(file_of(table(30, 50), 10))
-    assert path.stat().st_size == data.source[1][0].size
+    assert path.stat().st_size == data._files[0].size
     data = pickle.loads(pickle.dumps(data))  # as a loader process gets it
     with pytest.raises(DataError, match="was written again after the job had begun"):
         data[10]

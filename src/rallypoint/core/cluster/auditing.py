@@ -23,6 +23,7 @@ from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.protocol import AuditFound
 from rallypoint.core.shard.audited import MOST
+from rallypoint.core.typed import named
 from rallypoint.core.view import Dispute, Member, View
 
 _REMEMBERED = 1024  # verdicts that are said once
@@ -201,10 +202,9 @@ def unlike(newcomer: Member, others: Iterable[Member]) -> str:
     probed = [worker for worker in others if worker.kernels and worker.id != newcomer.id]
     if not newcomer.kernels or any(worker.kernels == newcomer.kernels for worker in probed) or not probed:
         return ""
-    names = ", ".join(f"{worker.id} on {worker.host}" for worker in probed[:_NAMED])
-    more = f" and {len(probed) - _NAMED} more" if len(probed) > _NAMED else ""
+    names = named([f"{worker.id} on {worker.host}" for worker in probed], _NAMED)
     return (
-        f"{newcomer.id} on {newcomer.host} computes other bytes than {names}{more} for the same small probe (other "
+        f"{newcomer.id} on {newcomer.host} computes other bytes than {names} for the same small probe (other "
         "processors, GPUs or versions of torch): they cannot audit each other, and the job's bytes depend on which of "
         "them computes a replica; `rallypoint doctor` compares the machines"
     )

@@ -92,11 +92,6 @@ def place_backups(
     return {shard.index: placed[shard.index] for shard in shards}
 
 
-def ranking(shard: int | str, servers: Sequence[str]) -> list[str]:
-    """All servers in the shard's order of preference. (Hosts, in that of a piece of a data set: `data/peers.py`.)"""
-    return sorted(servers, key=lambda server: (_score(shard, server), server), reverse=True)
-
-
 def _room(shards: Sequence[Shard], servers: int) -> int:
     largest = max((shard.nbytes for shard in shards), default=1)
     share = -(-sum(shard.nbytes for shard in shards) // servers)
@@ -141,7 +136,7 @@ def _first_with_share(
     return free[0] if free else min(ranked, key=lambda server: (loads[server] + shard.nbytes) / weights[server])
 
 
-def _score(shard: int | str, server: str) -> bytes:
+def _score(shard: int, server: str) -> bytes:
     return hashlib.blake2b(f"{server}/{shard}".encode(), digest_size=8).digest()
 
 

@@ -197,18 +197,6 @@ class Advice:
     todo: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredLink:
-    """What was measured from one machine to another. `round_trip` in seconds, `rate` in bytes a second; `trouble`: why
-    there are no figures."""
-
-    source: str
-    target: str
-    round_trip: float = 0.0
-    rate: float = 0.0
-    trouble: str = ""
-
-
 def of_machine(facts: MachineFacts) -> list[Advice]:
     """What the facts about one machine mean."""
     found = []
@@ -343,9 +331,12 @@ class AskLink(_Word, frozen=True):
     address: Name
 
 
-class LinkMeasured(_Word, frozen=True):
-    """The round trip in seconds and the rate in bytes a second; `trouble` says why there are none."""
+class MeasuredLink(_Word, frozen=True):
+    """What was measured from one machine to another (a probe leaves out which): the round trip in seconds and the rate
+    in bytes a second; `trouble` says why there are none."""
 
+    source: Name = ""
+    target: Name = ""
     round_trip: Seconds = 0.0
     rate: Seconds = 0.0
     trouble: Name = ""
@@ -366,7 +357,7 @@ class BytesArrived(_Word, frozen=True):
     seconds: Seconds
 
 
-_decoder = msgspec.msgpack.Decoder(AskFacts | FactsTold | AskLink | LinkMeasured | Ping | AskArrived | BytesArrived)
+_decoder = msgspec.msgpack.Decoder(AskFacts | FactsTold | AskLink | MeasuredLink | Ping | AskArrived | BytesArrived)
 
 
 class Probe:
@@ -437,10 +428,10 @@ class ProbeLink:
 
     def link_to(self, address: str) -> MeasuredLink:
         """Let the probe measure its link to another probe."""
-        found = self._ask(AskLink(address), LinkMeasured)
-        return MeasuredLink(self.address, address, found.round_trip, found.rate, printable(found.trouble))
+        found, ends = self._ask(AskLink(address), MeasuredLink), {"source": self.address, "target": address}
+        return msgspec.structs.replace(found, **ends, trouble=printable(found.trouble))
 
-    def measure(self) -> LinkMeasured:
+    def measure(self) -> MeasuredLink:
         """Measure the link from here to the probe: first round trips, then for a second as many bytes as it takes."""
         took = []
         for _ in range(_ROUNDS):
@@ -455,7 +446,7 @@ class ProbeLink:
                 break
         arrived = self._ask(AskArrived(), BytesArrived, urgent=False)  # behind the bulk, not before it
         rate = arrived.nbytes / arrived.seconds if arrived.seconds else 0.0
-        return LinkMeasured(statistics.median(took), rate)
+        return MeasuredLink(round_trip=statistics.median(took), rate=rate)
 
     def _ask(self, word: _Word, kind: type[_T], *, urgent: bool = True) -> _T:
         _say(self._channel, word, urgent=urgent)
@@ -465,12 +456,12 @@ class ProbeLink:
         return answer
 
 
-def _measured(access: Access, address: str) -> LinkMeasured:
+def _measured(access: Access, address: str) -> MeasuredLink:
     try:
         with ProbeLink(access, address) as asking:
             return asking.measure()
     except RallypointError as error:
-        return LinkMeasured(trouble=printable(str(error), 150))
+        return MeasuredLink(trouble=printable(str(error), 150))
 
 
 def _admit(hello: Hello) -> Welcome:

@@ -24,7 +24,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature
 from rallypoint.core.sums import DIGEST_BYTES, dense_shards, pieces_of
-from rallypoint.core.typed import counted, printable
+from rallypoint.core.typed import counted, named, printable
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.kept_code import CODE, refuse_others_script, refuse_others_words, worker_argv
@@ -162,9 +162,9 @@ def words_of(found: Difference) -> str:
     if found.version < 0:
         return f"equal: all {found.versions} versions that both have recorded, up to version {found.equal}"
     before = f"equal up to version {found.equal}; " if found.equal >= 0 else ""
-    names = ", ".join(found.parameters[:8]) + (f" and {len(found.parameters) - 8} more" if found.parameters[8:] else "")
     first = f"; the first contribution that differs: {found.contribution}" if found.contribution else ""
-    return _shown(f"{before}version {found.version} (after step {found.version - 1}) differs in {names}{first}")
+    version = f"version {found.version} (after step {found.version - 1})"
+    return _shown(f"{before}{version} differs in {named(found.parameters, 8)}{first}")
 
 
 def _shown(text: str) -> str:

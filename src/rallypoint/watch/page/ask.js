@@ -1,4 +1,17 @@
 "use strict";
+// What both pages use.
+
+const one = (id) => document.getElementById(id);
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+const number = (value) => value === undefined || value === null ? "-" : Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3)
+  ? value.toExponential(2) : String(+value.toPrecision(4));
+
+function element(kind, text) {
+  const made = document.createElement(kind);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
 // The page's token: out of the address into this tab's storage, and from there into a header of each request. Not into a
 // cookie: browsers send those to every port of a host, so to other users' servers too.
 

@@ -1,21 +1,11 @@
 "use strict";
 // The curves of several runs over each other, asked for every two seconds. Texts are set as text, never as HTML.
 
-const one = (id) => document.getElementById(id);
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const COLOURS = ["computing", "bad", "server", "aggregator", "dim", "standby"];
 const charts = {};
 let seen = "";
 
-const number = (value) => value === undefined || value === null ? "-" : Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3)
-  ? value.toExponential(2) : String(+value.toPrecision(4));
 const seconds = (s) => s >= 1 ? `${s.toFixed(2)} s` : `${(s * 1000).toFixed(1)} ms`;
-
-function element(kind, text) {
-  const made = document.createElement(kind);
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
 
 function drawTable(runs) {
   const columns = [["", "state", "step", "loss", "p50 of a step", "p99", "goodput", "stalls", ...Object.keys(runs[0].settings)]];

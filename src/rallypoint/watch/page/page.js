@@ -1,24 +1,14 @@
 "use strict";
 // Everything that the page shows comes over one stream (watch/app.py). Texts are set as text, never as HTML.
 
-const one = (id) => document.getElementById(id);
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const run = { curves: {}, evaluations: {}, marks: [], members: [] };
 const charts = {};
 
-const number = (value) => value === undefined || value === null ? "-" : Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3)
-  ? value.toExponential(2) : String(+value.toPrecision(4));
 const seconds = (s) => s >= 3600 ? `${Math.floor(s / 3600)} h ${Math.floor(s % 3600 / 60)} min`
   : s >= 60 ? `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s` : s >= 1 ? `${s.toFixed(1)} s` : `${(s * 1000).toFixed(0)} ms`;
 const bytes = (n) => n >= 1e9 ? `${(n / 1e9).toFixed(2)} GB` : n >= 1e5 ? `${(n / 1e6).toFixed(1)} MB` : `${(n / 1e3).toFixed(1)} kB`;
 
 const short = (step) => step >= 1e6 ? `${step / 1e6} M` : step >= 1e4 ? `${step / 1e3} k` : step.toLocaleString("en");
-
-function element(kind, text) {
-  const made = document.createElement(kind);
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
 
 function pairs(id, values) {
   one(id).replaceChildren(...Object.entries(values).map(([name, value]) => {

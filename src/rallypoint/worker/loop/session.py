@@ -45,7 +45,7 @@ from rallypoint.worker.keys_exchange import KeyExchange
 from rallypoint.worker.loop.guard import Parts
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worker_optimizer
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.membership import TOO_LATE, DataPlane, MemberMessages, Sharing, Stopping
+from rallypoint.worker.membership import TOO_LATE, DataPlane, MemberMessages, Stopping
 from rallypoint.worker.ranks.followers import RankFollowers
 from rallypoint.worker.ranks.run import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
@@ -129,7 +129,6 @@ class Job(MemberMessages):
                 self._on_message, self._on_lost, self._on_admitted, self._beat, lambda: self._tracer.seconds(LOAD)
             ),
         )  # fmt: skip
-        self._sharing = Sharing(self._transport, self._link)
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
         self._link.start()
         torch.set_num_threads(self._link.welcome.threads)
@@ -199,7 +198,6 @@ class Job(MemberMessages):
             mode = mode_said(record, exchange.view, self.welcome, tensors.device, self.ranks)
             for sentence in filter(None, (why_so, reads, mode)):
                 self._say(sentence)
-        self._sharing.begin(data.dataset)
         of_ranks = set() if lead is None else {Feature.RANKS}
         self._stopping.why_not = record.refusal_of({Feature.STOP, *of_ranks})
         self._staging = staging_for(tensors.device, exchange.fail)
@@ -390,7 +388,7 @@ class Job(MemberMessages):
         atexit.unregister(self.close)  # `rallypoint.join` registers it
         if self._run is not None:
             self._run.release_model()
-        for part in (self._plane, self._staging, self._sharing, self._watch, self._link):
+        for part in (self._plane, self._staging, self._watch, self._link):
             if part is not None:
                 part.close()
         if self._link.welcome.folder:
