@@ -12,7 +12,6 @@ import torch
 from rallypoint.codec.base import encode_ids
 from rallypoint.core.keys import NEWEST
 from rallypoint.core.protocol import Beat, Done, GiveUp, Leaving, NewView, Propose
-from rallypoint.core.view import View
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.names import NBYTES, TOKEN, SimulatedTransport, payload_of
@@ -25,8 +24,6 @@ from rallypoint.worker.keys_exchange import KeyExchange, KeyRequest
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.plan import Plan
 
-
-# A store's worker: the product's exchange and links, and a script.
 
 GIVES_UP_S = 1.0  # from a script's error to the end of its process
 LEFT = "went back to a snapshot after its script had ended"
@@ -52,7 +49,6 @@ class KeyedWorker:
     Its script does `store.due`, `pull(step=)` and `push(step=)` for all keys, in any order, one push at a time.
     """
 
-    fetched = 0
     model: list[Content]
 
     def __init__(self, world: World, name: str, job: SimulatedJob, speed: float = 1.0) -> None:
@@ -60,7 +56,6 @@ class KeyedWorker:
         self.exchange: SimulatedKeys | None = None
         self.model, self.done = [], False
         self._claim: tuple[int, Any] | None = None  # the roll-backs before it said that it is done, and its claim
-        self._view: View | None = None
         self._leaving = self._acting = False
         self._due: tuple[int, int, int] | None = None  # the key, step and contributor in progress
         self._asked: dict[int, KeyRequest] = {}
@@ -90,21 +85,18 @@ class KeyedWorker:
             self._poke()
 
     def _on_message(self, message: Any) -> None:
-        match message:
-            case NewView(view=view):
-                self._viewed(view)
-
-    def _viewed(self, view: View) -> None:
+        if not isinstance(message, NewView):
+            return
         if self.exchange is None:  # `job.store` returns
             self.exchange = SimulatedKeys(self.node, self.job, self.membership.send, self._poke)
-            self.exchange.adopt(view)
+            self.exchange.adopt(message.view)
             for shard in range(self.job.shards):
                 nbytes = 0 if shard in self.job.table_shards else NBYTES
                 self.exchange.begin(shard, payload_of(self.node.world.tokens, self.job.first(shard), nbytes))
             if self._leaving:
                 self.exchange.leave()
         else:
-            self.exchange.adopt(view)
+            self.exchange.adopt(message.view)
         self._poke()
 
     # ---- the script ----
@@ -235,15 +227,11 @@ class KeyedWorker:
         return f"{self.node.name}: due {self._due}, asked {self._asked}, claim {self._claim}, {machine}"
 
 
-# What a seed plays where the job is a store.
-
 
 def as_store(plan: Plan) -> Plan:
     """The plan for a store of one key or several; some of the shards may be parts of a table."""
     rng = random.Random(plan.seed * 7919 + 17)
     tables = rng.choice([0, 0, rng.randint(1, plan.job.shards)])
     job = replace(plan.job, buffers=0, clip=None, skip=False, tables=tables)
-    faults = tuple(fault for fault in plan.faults if fault.role != "aggregator")
-    terms = msgspec.structs.replace(plan.terms, backup_tasks=False, aggregators=0)
-    keyed = replace(job, keys=rng.randint(1, job.shards))
-    return replace(plan, job=keyed, terms=terms, faults=faults, aggregators=0)
+    keyed, terms = replace(job, keys=rng.randint(1, job.shards)), plan.terms
+    return replace(plan, job=keyed, terms=msgspec.structs.replace(terms, backup_tasks=False))
