@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ import msgspec
 from rallypoint.codec.base import digest_of
 from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.connections import Checks
+from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.fingerprints import FingerprintLog, KeptFingerprints
 from rallypoint.coordinator.journal import JOURNAL, Journal, kept_state
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
@@ -163,20 +165,18 @@ class Outcome:
     copies: CopiesWatch = field(default_factory=CopiesWatch)
 
 
-class _Digests(FingerprintLog):
-    """It has no thread, and writes each digest as it comes."""
-
-    def add(self, member: str, claim: Any) -> None:
-        self._thread = cast(Any, SimpleNamespace(ident=0))
-        super().add(member, claim)
-        self._claims.put(None)
-        self._run()
+def _at_once(log: Any, put: Callable[..., None], waiting: Queue[Any], *what: Any) -> None:
+    """Let a log write this without its thread, and end."""
+    log._thread = SimpleNamespace(ident=0)
+    put(*what)
+    waiting.put(None)
+    log._run()
 
 
-def check_digests(job: SimulatedJob, folder: str, outcome: Outcome, *, whole: bool) -> None:
-    """AssertionError unless the digests that are kept are the undisturbed job's. `whole`: all must be there."""
+def check_recorded(job: SimulatedJob, folder: str, outcome: Outcome, *, whole: bool) -> None:
+    """AssertionError unless the digests and events that are kept are the undisturbed job's. `whole`: all must be."""
     dense = [shard for shard in range(job.shards) if shard not in job.buffer_shards]
-    digest = lambda *names: b"".join(digest_of(job.floats.of(name)) for name in names)  # noqa: E731
+    digest: Any = lambda *names: b"".join(digest_of(job.floats.of(name)) for name in names)  # noqa: E731
     with KeptFingerprints(Path(folder)) as kept:
         for step in range(0, job.steps, job.recorded):
             model, versions, made = job.trajectory[step], kept.version(step), kept.contributions(step)
@@ -190,6 +190,12 @@ def check_digests(job: SimulatedJob, folder: str, outcome: Outcome, *, whole: bo
             assert all_here or not whole, f"of step {step} digests of {[*versions]} and {[*made]} are kept"
     differ = [said for said in outcome.said if "see `rallypoint replay`" in said]
     assert not differ, f"digests differ: {differ}"
+    events = [msgspec.json.decode(line) for line in (Path(folder) / "events.jsonl").read_bytes().splitlines()]
+    done, skipped = ({one["step"] for one in events if one["type"] == kind} for kind in ("StepDone", "Skipped"))
+    steps = zip(job.trajectory, job.trajectory[1:], strict=False)
+    right = {step for step, (old, new) in enumerate(steps) if all(old[shard] == new[shard] for shard in dense)}
+    logged = skipped <= right and (not whole or (done, skipped) == ({*range(job.steps)}, right))
+    assert logged, f"steps {done} and {skipped} are logged as done and skipped: {right} are skipped"
 
 
 class SimulatedCoordinator(CoordinatorService):
@@ -224,7 +230,11 @@ class SimulatedCoordinator(CoordinatorService):
             self.machine.course.links = links
         watch(self.machine, COORDINATOR)
         if self.job.recorded:
-            self._fingerprints = _Digests(self._disk.root, self.say)
+            root, logs = self._disk.root, cast(Any, self)
+            logs._fingerprints = SimpleNamespace(
+                add=lambda *claim: _at_once(log := FingerprintLog(root, self.say), log.add, log._claims, *claim)
+            )
+            logs._log = SimpleNamespace(write=lambda it: _at_once(log := EventLog(root), log.write, log._lines, it))
         decide = self._shell.handle
         self._shell.handle = lambda event, now: self._decided(decide(event, now))  # type: ignore[method-assign]
         if (keeper := super()._open_keeper()) is not None:

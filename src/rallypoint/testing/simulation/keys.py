@@ -53,7 +53,7 @@ class KeyedWorker:
 
     def __init__(self, world: World, name: str, job: SimulatedJob, speed: float = 1.0) -> None:
         self.node, self.job, self.speed = Node(world, name), job, speed
-        self.exchange: SimulatedKeys | None = None
+        self.exchange: Any = None  # until `job.store` returns
         self.model, self.done = [], False
         self._claim: tuple[int, Any] | None = None  # the roll-backs before it said that it is done, and its claim
         self._leaving = self._acting = False
@@ -167,13 +167,11 @@ class KeyedWorker:
         assert generation == self._generation
 
     def _found(self, key: int) -> list[tuple[int, int, int]]:
-        assert self.exchange is not None
         machine, shards = self.exchange.machine, self.job.shards_of(key)
         nexts = {one: machine.next_of(shards, one) for one in machine.contributors if machine.counts(shards, one)}
         return [(key, step, one) for one, step in nexts.items() if step is not None and step < self.job.steps]
 
     def _unfinished(self, key: int) -> list[int]:
-        assert self.exchange is not None
         shards = self.job.shards_of(key)
         nexts = {one: self.exchange.machine.next_of(shards, one) for one in range(self.job.replicas)}
         return [one for one, step in nexts.items() if step is None or step < self.job.steps]
@@ -192,7 +190,6 @@ class KeyedWorker:
     def _computed(self, values: dict[int, Content], generation: int) -> None:
         """`store.push`: it raises StoreRolledBack if there was a roll-back since the step was due."""
         exchange = self.exchange
-        assert exchange is not None
         if self._due is None or generation != exchange.rolled_back:
             self._poke()
             return
@@ -213,7 +210,6 @@ class KeyedWorker:
     def _end(self, values: dict[int, Content]) -> None:
         """The script has ended: see `KeyStore.finish`."""
         exchange = self.exchange
-        assert exchange is not None
         self.model = [values[shard] for shard in range(self.job.shards)]
         for shard, content in enumerate(self.model):
             self.job.check_end(shard, content)

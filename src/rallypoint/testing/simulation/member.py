@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -224,7 +224,7 @@ _OF_ACCEPTORS = (
 def send_malformed(node: Node, job: SimulatedJob) -> str:
     """Send somebody such a frame, or the coordinator such a message: it gives the sender up. Returns what and to whom.
     """
-    world, ways = node.world, list[tuple[Wire, int, Any, str]]()
+    world, ways, sent = node.world, list[tuple[Wire, int, Any, str]](), cast(Any, None)
     for wire in node.wires if not node.paused else ():
         end = wire.ends.index(node)
         to = wire.ends[1 - end].name
@@ -247,6 +247,6 @@ def send_malformed(node: Node, job: SimulatedJob) -> str:
 
 def _messages(job: SimulatedJob) -> list[Message]:
     settings, rounds = job.record.config, job.record.rounds
-    changes = {"config": {}}, {"config": {**settings, "replicas": 0}}, {"rounds": rounds + 1}, {"threads": _HUGE}
+    changes: Any = {"config": {}}, {"config": {**settings, "replicas": 0}}, {"rounds": rounds + 1}, {"threads": _HUGE}
     proposed = [protocol.Propose(msgspec.structs.replace(job.record, **change)) for change in changes]
     return [*proposed, protocol.Finished(), protocol.Report(0, 0, 0.0, 0.0, 1), Beat({"server": -1.0})]

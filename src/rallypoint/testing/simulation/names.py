@@ -57,11 +57,9 @@ class NamedBuffer:
 
     Attributes:
         real: the product's buffer with the floats that the name stands for, and these floats; None: there is none.
-        words: where they are, if they do not begin the buffer.
     """
 
     real: tuple[Buffer, torch.Tensor] | None = None
-    words: torch.Tensor | None = None
     nbytes = NBYTES
 
     def __init__(self, content: Content, pool: NamedPool | None = None) -> None:
@@ -74,7 +72,7 @@ class NamedBuffer:
         """The name. AssertionError if the memory has other floats by now."""
         if self.real is not None:
             buffer, floats = self.real
-            words = buffer.tensor[: len(floats)] if self.words is None else self.words
+            words = buffer.tensor[: len(floats)]
             assert torch.equal(words, floats), f"the memory of {self._content} has other floats"
         return self._content
 
@@ -376,8 +374,6 @@ class SimulatedTransport:
 class PlayedMember(ListeningMember):
     """A server or an aggregator: the product's, without sockets and threads. Its owner takes events as they come."""
 
-    machine: Any
-
     def __init__(self, node: Node, job: SimulatedJob, snapshots: str = "") -> None:
         self.node = node
         self._owner_of = cast(Any, lambda failed: SimpleNamespace(put=self._take, alone=False))
@@ -401,12 +397,13 @@ class PlayedMember(ListeningMember):
     def _receive(self, channel: WireChannel, receive: Receive, who: str) -> None:
         """Receive a frame. A malformed one ends its connection, and changes nothing."""
         malformed = channel._frame is not None and channel._frame[0] is channel.wire.malformed
-        before = repr(self.machine) if malformed else ""
+        machine: Any = self.machine  # type: ignore[attr-defined]
+        before = repr(machine) if malformed else ""
         try:
             receive(cast(Any, channel), who)
         except ProtocolError as error:
             channel.refuse(str(error))
-        harmless = not malformed or (not channel.wire.open and repr(self.machine) == before)
+        harmless = not malformed or (not channel.wire.open and repr(machine) == before)
         assert harmless, f"{self.node.name} takes {channel.wire.malformed} of {who}"
 
     def _on_message(self, message: Any) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 
 Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
+LATE = Async(scale_by_staleness=True, delay_compensation=0.5)
 WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, late, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
@@ -78,7 +79,6 @@ _AROUND: dict[str, Callable[[Played], bool]] = {
     "resumed": lambda of: not isinstance(of, Around),
     "uneven": lambda of: not isinstance(of, Around) or of.word == "paused",
 }  # fmt: skip
-LATE = Async(scale_by_staleness=True, delay_compensation=0.5)
 
 
 def parse_policy(text: str) -> Played:

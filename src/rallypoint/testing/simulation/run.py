@@ -14,7 +14,7 @@ from rallypoint.core.protocol import Resize
 from rallypoint.core.view import View
 from rallypoint.server.job import ServerJob
 from rallypoint.testing.simulation.aggregator import SimulatedAggregator
-from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator, check_digests
+from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator, check_recorded
 from rallypoint.testing.simulation.keys import LEFT, KeyedWorker
 from rallypoint.testing.simulation.member import COORDINATOR, MALFORMED, SimulatedOrders, send_malformed
 from rallypoint.testing.simulation.network import Node, Noted, World
@@ -68,9 +68,8 @@ class Simulation:
         self._named = Counter[str]()
         self._told_to_leave: set[str] = set()
         self._orders = SimulatedOrders(lambda: Node(self.world, self._name("launcher")), self._resized)
-        operator = lambda: Node(self.world, self._name("operator"))  # noqa: E731
         forgets = any(fault.kind == "journal full" for fault in plan.faults)
-        self._operators = Operators(operator, self.events, forgets=forgets)
+        self._operators = Operators(lambda: Node(self.world, self._name("operator")), self.events, forgets=forgets)
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
 
     def run(self) -> Result:
@@ -267,7 +266,7 @@ class Simulation:
         check_evaluations(self.plan.job, self.outcome, self.coordinator, self.events)
         job = self.plan.job
         if job.recorded:
-            check_digests(job, self.disk.root, self.outcome, whole=not self.plan.faults)
+            check_recorded(job, self.disk.root, self.outcome, whole=not self.plan.faults)
         assert not any(store.trespassed for store in self._resuming.read), "a job writes into another's store"
         for shard in range(job.shards):
             contents = self._final_contents(shard)

@@ -195,7 +195,7 @@ class SimulatedServer(PlayedMember, ServerService):
         super().say(message)
 
     def not_finite(self, verdict: StepVerdict, *, alone: bool) -> None:
-        if verdict.stops:
+        if verdict.stops or self.job.recorded:
             super().not_finite(verdict, alone=alone)
 
     # ---- the coordinator's words ----

@@ -258,14 +258,15 @@ class NamedShard:
 class NamedWords(NamedShard, StreamedShard):  # type: ignore[misc]  # (who asks for words looks whether it is one)
     """The same for streamed parameters."""
 
-    raw = NamedShard._nothing  # type: ignore[assignment]
+    raw = NamedShard._nothing
 
     def words(self, version: int, first: int, count: int) -> tuple[Any, Any]:
         """These words of a kept version; of none its name alone."""
-        buffer, words = self.real.words(version, first, count)
+        (buffer, words), floats = self.real.words(version, first, count), self._of(self.wire[version])
+        same = torch.equal(torch.frombuffer(words, dtype=torch.float32), floats[first : first + count])
+        assert same, f"words of shard {self.shard.index} at version {version} have other floats"
         named = NamedBuffer(self.wire[version]).retain()
-        named.real, named.nbytes = (buffer, self._of(self.wire[version])[first : first + count]), 4 * count
-        named.words = torch.frombuffer(words, dtype=torch.float32)
+        named.real, named.nbytes = (buffer, floats[:0]), 4 * count
         return named, named
 
 
@@ -300,7 +301,7 @@ class NamedRows(NamedShard, OwnedRows):  # type: ignore[misc, override]  # (who 
     def _payload(self, content: Content, update: Apply) -> torch.Tensor:
         return self._encoded_rows(None if update.scale is None else content)
 
-    raw = NamedShard._nothing  # type: ignore[assignment]
+    raw = NamedShard._nothing
 
     def rows(self, version: int, ids: torch.Tensor) -> tuple[Any, int]:
         """These rows of a kept version; of none its name alone."""

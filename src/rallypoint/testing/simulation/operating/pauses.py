@@ -59,8 +59,7 @@ class Operators:
             self._tell(node, answer)
             hello, ask = Hello("observer", node.name, "host", "", 0), lambda wire: wire.send(0, SnapshotWanted())
             node.world.connect(node, COORDINATOR, hello, ask, lambda _: None)
-            goes = lambda *said: goes_on(answer, *said)  # noqa: E731
-            node.later(self._waiting[0], lambda: Given(node, Pause(on=False), goes))
+            node.later(self._waiting[0], lambda: order(Pause(on=False), lambda *said: goes_on(answer, *said)))
 
         def goes_on(before: Ordered, answer: Ordered, again: bool) -> None:
             self._tell(node, answer)
@@ -70,7 +69,7 @@ class Operators:
             if self._waiting or not self._forgets:
                 node.kill()
             else:
-                node.later(_LOOK_S, lambda: Given(node, Pause(on=False), looked))
+                node.later(_LOOK_S, lambda: order(Pause(on=False), looked))
             if self._waiting:
                 self._begin()
 
@@ -78,9 +77,12 @@ class Operators:
             """The coordinator may have forgotten that the job goes on: its journal is of a time when it was paused."""
             if not answer.refused:
                 self._tell(node, answer)
-            node.later(_LOOK_S, lambda: Given(node, Pause(on=False), looked))
+            node.later(_LOOK_S, lambda: order(Pause(on=False), looked))
 
-        Given(node, Pause(), paused)
+        def order(order: Pause, heard: Callable[[Ordered, bool], None]) -> None:
+            Given(node, order, heard)
+
+        order(Pause(), paused)
 
     def _tell(self, node: Node, answer: Ordered) -> None:
         self._told.append(f"{node.world.now:.3f} {answer.text}")
