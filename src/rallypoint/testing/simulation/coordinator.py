@@ -180,11 +180,9 @@ def check_recorded(job: SimulatedJob, folder: str, outcome: Outcome, *, whole: b
     with KeptFingerprints(Path(folder)) as kept:
         for step in range(0, job.steps, job.recorded):
             model, versions, made = job.trajectory[step], kept.version(step), kept.contributions(step)
+            gradients = [[job.gradient(shard, step, r, (*model, 0)) for shard in dense] for r in range(job.replicas)]
             wrong = [shard for shard, known in versions.items() if known != digest(model[shard])]
-            wrong += [
-                replica for replica, known in made.items()
-                if known.digests != digest(*(job.gradient(shard, step, replica, (*model, 0)) for shard in dense))
-            ]  # fmt: skip
+            wrong += [replica for replica, known in made.items() if known.digests != digest(*gradients[replica])]
             assert not wrong, f"other digests of step {step}: of shards {[*versions]} and replicas {[*made]} {wrong}"
             all_here = (len(made), len(versions)) == (job.replicas, job.shards * (step > 0))
             assert all_here or not whole, f"of step {step} digests of {[*versions]} and {[*made]} are kept"
@@ -230,11 +228,11 @@ class SimulatedCoordinator(CoordinatorService):
             self.machine.course.links = links
         watch(self.machine, COORDINATOR)
         if self.job.recorded:
-            root, logs = self._disk.root, cast(Any, self)
-            logs._fingerprints = SimpleNamespace(
-                add=lambda *claim: _at_once(log := FingerprintLog(root, self.say), log.add, log._claims, *claim)
+            root, put, played = self._disk.root, _at_once, cast(Any, self)
+            played._fingerprints = SimpleNamespace(
+                add=lambda *of: put(log := FingerprintLog(root, self.say), log.add, log._claims, *of)
             )
-            logs._log = SimpleNamespace(write=lambda it: _at_once(log := EventLog(root), log.write, log._lines, it))
+            played._log = SimpleNamespace(write=lambda it: put(log := EventLog(root), log.write, log._lines, it))
         decide = self._shell.handle
         self._shell.handle = lambda event, now: self._decided(decide(event, now))  # type: ignore[method-assign]
         if (keeper := super()._open_keeper()) is not None:

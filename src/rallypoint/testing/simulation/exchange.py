@@ -129,9 +129,17 @@ class SimulatedExchange(Exchange):
             lambda shard, gradient, weight: filled(shard, job.floats.of(self.contributed), weight)
         )
         self.arrivals = cast(Any, _Landings(self, self.arrivals))
+        self._wait, self._locked.wait = self._locked.wait, self._named_wait  # type: ignore[method-assign]
         self.buffer.zero_()
         for shard in range(job.shards):
             self.spoil(shard)
+
+    def _named_wait(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
+        """Whoever waits can say for what (I8), unless nothing is assigned to him."""
+        what = "nothing" if ready() else describe()
+        idle = not what and self._shell.machine.view is not None and not self._shell.machine.takes_part
+        assert idle or (what and not what.endswith(": ")), f"{self.me} waits for {what!r}"
+        self._wait(ready, describe)
 
     def _slot(self, shard: int) -> memoryview:
         """The slot's bytes; none where it has no memory now."""

@@ -283,11 +283,8 @@ class SimulatedJob:
             self.floats.sparse(made)
         if shard == self.scale_shard:
             self.floats.begins(made, [])
-        if self.same_bytes:
-            return made
-        named = NamedSet({(step, replica)}, made)
-        named.seen = tuple(model)[shard] if self.config.compensation else None
-        return named
+        seen = tuple(model)[shard] if self.config.compensation else None
+        return made if self.same_bytes else NamedSet({(step, replica)}, made, seen)
 
     def inner_after(self, inner: int, round: int, replica: int, model: Iterable[Content]) -> int:
         """The state of a replica's own optimizer after the round; 0 is that of a new one."""
@@ -351,12 +348,6 @@ class SimulatedJob:
             return finished
         name = combine(name_of(finished), int(scale * 2**40))
         return name if self.same_bytes else NamedSet(finished, name)
-
-    def compensated(self, content: NamedSet, now: Content, then: Content) -> NamedSet:
-        """A late contribution, which was computed from `then`, as it is added to a sum."""
-        name = combine(content.name, name_of(now), name_of(then), 83)
-        self.floats.compensated(name, content.name, name_of(now), name_of(then), self.config.compensation)
-        return NamedSet(content, name)
 
     def update(self, master: Content, finished: Content, step: int, rate: int = 0, times: float = 1.0) -> Content:
         """The optimizer; `rate`: how often the learning rate is reduced; it is taken so many `times`."""

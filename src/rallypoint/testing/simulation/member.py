@@ -197,11 +197,7 @@ class SimulatedOrders:
 
 MALFORMED = "malformed"  # a kind of fault
 _HUGE, _PUSH = 1 << 20, Header(Kind.PUSH, length=64, weight=1.0)
-_NO_TEXT, _NO_NORM = b"\xff" * 8, msgspec.msgpack.encode([Measure(0, (-1.0,))])
-_TEXTS = {
-    Kind.MEASURES: (_NO_TEXT, _NO_NORM), Kind.CHOICE: (_NO_TEXT, b"\x92\0\0"), Kind.STATE: (_NO_TEXT,),
-    Kind.PULL_ROWS: (_NO_TEXT,),
-}  # fmt: skip
+_TEXTS = b"\xff" * 8, b"\x92\0\0", msgspec.msgpack.encode([Measure(0, (-1.0,))])
 
 # What a frame has that is wrong in place of what a contribution has, by who sends it.
 _OF_WORKERS: tuple[dict[str, Any], ...] = (
@@ -240,7 +236,8 @@ def send_malformed(node: Node, job: SimulatedJob) -> str:
         kinds = _OF_ACCEPTORS if end else _OF_SERVERS if node.name.startswith("server") else _OF_WORKERS
         refused = ({"kind": Kind.INITIAL},) if to.startswith("aggregator") and not end else ()
         wire.malformed = _PUSH._replace(view=views.number, **world.random.choice((*kinds, *refused)))
-        sent = wire.malformed, world.random.choice(_TEXTS.get(wire.malformed.kind, (b"",)))
+        others = wire.malformed.kind in (Kind.MEASURES, Kind.CHOICE)
+        sent = wire.malformed, world.random.choice(_TEXTS) if others else _TEXTS[0]
     wire.send(end, sent)
     return f"{node.name} sends {to} what is malformed: {wire.malformed}"
 

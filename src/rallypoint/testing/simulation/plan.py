@@ -344,7 +344,6 @@ _SPECIAL: dict[str, Callable[[Plan], Plan]] = {
     "carrying": _carrying, "scaled": _scaled, "evaluating": _evaluating, "decided": _deciding,
     "audited": _audited, "audited:wrong": partial(_audited, wrong=True),
     "store": lambda plan: as_store(without_aggregators(plan)),
-    # Servers keep an average; digests of all that is computed are kept; parameters stay on the servers.
     "averaged": lambda plan: replace(plan, job=replace(
         plan.job, average=EMA(0.75) if plan.seed % 2 else SWA(start=plan.seed % 3, every=1 + plan.seed % 4))),
     "recorded": lambda plan: replace(plan, job=replace(plan.job, recorded=1 + plan.seed % 3)),

@@ -12,11 +12,9 @@ from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalStep
 Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
 LATE = Async(scale_by_staleness=True, delay_compensation=0.5)
 WORDS = (
-    "sync, quorum:K, ssp:S, async or fold:N, late, fragments:F, all-reduce, codec-state or "
-    "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
-    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, recorded, streamed, "
-    "averaged or averaged:WORD, carrying or carrying:WORD, store or store:WORD, "
-    "paused or paused:WORD, malformed or malformed:WORD, uneven or uneven:WORD, resumed or resumed:WORD"
+    "sync, quorum:K, ssp:S, async or fold:N, late, fragments:F, all-reduce, inner:H, inner-fragments:F, inner-fresh:H, "
+    "delay:F, scaled, evaluating, decided, audited, audited:wrong, recorded, streamed; alone or before :WORD "
+    "codec-state, poisoned, tables, stopped, averaged, carrying, store, paused, malformed, uneven, resumed"
 )
 
 

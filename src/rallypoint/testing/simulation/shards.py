@@ -23,7 +23,7 @@ from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.names import NBYTES, NamedBuffer
 from rallypoint.testing.simulation.operating import server_checks
 from rallypoint.testing.simulation.replicas import contents
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, name_of
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, NamedSet, State, name_of
 from rallypoint.testing.simulation.replicas.floats import COLUMNS, ROWS, WORDS
 
 if TYPE_CHECKING:
@@ -134,7 +134,9 @@ class NamedShard:
         if self.late >= 0 and (then := self.wire.get(newest - self.late)) is not None:
             assert (then, name_of(then)) == (seen, name_of(seen)), f"it was not computed from {newest - self.late}"
             if base is not None:
-                payload.content = self.server.job.compensated(content, self.master, then)
+                names = name_of(content), name_of(self.master), name_of(then)
+                payload.content = NamedSet(content, contents.combine(*names, 83))
+                self._floats.compensated(payload.content.name, *names, self._config.compensation)
         return came
 
     def merge(self, left: int, right: int) -> None:

@@ -276,7 +276,6 @@ class SimulatedWorker:
         return asked, NBYTES
 
     def _fill(self, shard: int, step: int, replica: int, read: dict[int, Content]) -> None:
-        """`read`: what it has pulled."""
         claimed = self.exchange.replica.claim(shard)
         if claimed:
             self.exchange.memory.words(shard).zero_()  # of a streamed shard: there is memory from now on

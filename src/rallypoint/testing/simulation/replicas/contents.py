@@ -22,11 +22,11 @@ class NamedSet(frozenset[Any]):
     """What was contributed to something; its floats follow from its name (from how it was made)."""
 
     name: int
-    seen: Any = None  # of one contribution where servers compensate delays: what it was computed from
+    seen: Any  # of one contribution where servers compensate delays: what it was computed from
 
-    def __new__(cls, of: Iterable[Any] = (), name: int = 0) -> NamedSet:
+    def __new__(cls, of: Iterable[Any] = (), name: int = 0, seen: Any = None) -> NamedSet:
         made = super().__new__(cls, of)
-        made.name = name
+        made.name, made.seen = name, seen
         return made
 
 

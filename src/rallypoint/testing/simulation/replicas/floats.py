@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,9 +103,7 @@ class Floats:
             self._averages[name] = _averaged(config.average, self._known[name], *before, update.step + 1)
 
 
-def _averaged(
-    spec: Average, new: torch.Tensor, average: torch.Tensor, count: float, update: int
-) -> tuple[torch.Tensor, float]:
+def _averaged(spec: Average, new: torch.Tensor, average: torch.Tensor, count: float, update: int) -> Any:
     """The average of so many versions, after an update with this number has made `new`."""
     if not takes(spec, update):
         return average, count

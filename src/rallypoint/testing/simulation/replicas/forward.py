@@ -92,6 +92,6 @@ class SimulatedWords:
                 for pulled in asked:
                     words.drop(pulled)
         if isinstance(memory := exchange.memory, ShardMemory):
-            unsent = len(exchange.shell.machine.slots.unsent)
-            assert unsent <= memory._most + len(memory._kept), f"{unsent} gradients wait to be sent"
+            unsent, most = len(exchange.shell.machine.slots.unsent), memory._most + len(memory._kept)
+            assert unsent <= most, f"{unsent} gradients wait to be sent"
         return found
