@@ -12,7 +12,6 @@ import torch
 from rallypoint.coordinator import connections
 from rallypoint.core.policy import Async, Ledger
 from rallypoint.core.protocol import Hello, Message
-from rallypoint.core.worker.slots import Slots
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer
 from rallypoint.server.intake import FrameChecks
@@ -22,7 +21,6 @@ from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import parse_policy, replay_line, word_for
 from rallypoint.testing.simulation.run import simulate
 from rallypoint.worker.exchange.arrivals import PulledParameter, WordPulls
-from rallypoint.worker.exchange.locked import ShardMemory
 from rallypoint.worker.exchange.pushes import Contributions
 from support.failing import first_failure
 
@@ -104,10 +102,6 @@ def _asked_once(self: WordPulls, pulled: PulledParameter) -> Any:
             yield number, part, (self._locked.shell.number, home, links[home])
 
 
-def _always(self: ShardMemory, slots: Slots) -> bool:
-    return True
-
-
 def _any_push(self: FrameChecks, header: Header) -> None:
     """A contribution to a step that the job does not have."""
 
@@ -125,11 +119,10 @@ def _from_anybody(message: Message, sender: Hello) -> Message:
     ("recorded", Contributions, "filled", _of_another_weight, "other digests of step"),
     ("streamed", StreamedShard, "words", _newest, "other bytes|other floats"),
     ("streamed", WordPulls, "_unasked", _asked_once, "stuck after"),
-    ("streamed", ShardMemory, "has_room", _always, "gradients wait"),
     ("malformed", FrameChecks, "_push", _any_push, "takes Header"),
     ("malformed", connections, "checked", _from_anybody, "may say"),
 ])  # fmt: skip
-@pytest.mark.some("applied", "_push")
+@pytest.mark.some("late*", "recorded*", "malformed*")
 def test_a_bug_planted_on_purpose_is_found(
     word: str, owner: Any, name: str, bug: Any, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from rallypoint.testing.simulation.network import PlayedThread
 from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.testing.simulation.replicas.floats import WORDS
 from rallypoint.worker.exchange.arrivals import Range
-from rallypoint.worker.exchange.locked import Rewound, ShardMemory
+from rallypoint.worker.exchange.locked import Rewound
 
 
 class SimulatedForward:
@@ -91,7 +91,4 @@ class SimulatedWords:
             finally:
                 for pulled in asked:
                     words.drop(pulled)
-        if isinstance(memory := exchange.memory, ShardMemory):
-            unsent, most = len(exchange.shell.machine.slots.unsent), memory._most + len(memory._kept)
-            assert unsent <= most, f"{unsent} gradients wait to be sent"
         return found
