@@ -118,26 +118,13 @@ class NamedShard:
     def take(self, payload: NamedBuffer, weight: float, base: int | None = None, at: int = 0) -> None:
         assert at not in self.parts, f"{self.server.node.name}: shard {self.shard.index}: part {at} is there"
         self.parts[at] = payload
-        self.real.take(self._came(payload, base), weight, base, at)
+        self.real.take(_came(self, payload, base), weight, base, at)
 
     def add(self, payload: NamedBuffer, weight: float, base: int | None = None) -> None:
-        came = self._came(payload, base)
+        came = _came(self, payload, base)
         self.parts[0].add_(payload)
         payload.release()
         self.real.add(came, weight, base)
-
-    def _came(self, payload: NamedBuffer, base: int | None) -> Buffer:
-        """The floats of a contribution; its payload has the name that is to be added. `base`: see `compensate`."""
-        payload.content = content = server_checks.decoded(self.server, self.shard.index, payload.content)
-        came, seen, newest = self._filled(content), getattr(content, "seen", None), max(self.wire, default=-1)
-        self.late = -1 if seen is None or not self.measured else 0 if base is None else newest - base
-        if self.late >= 0 and (then := self.wire.get(newest - self.late)) is not None:
-            assert (then, name_of(then)) == (seen, name_of(seen)), f"it was not computed from {newest - self.late}"
-            if base is not None:
-                names = name_of(content), name_of(self.master), name_of(then)
-                payload.content = NamedSet(content, contents.combine(*names, 83))
-                self._floats.compensated(payload.content.name, *names, self._config.compensation)
-        return came
 
     def merge(self, left: int, right: int) -> None:
         self.real.merge(left, right)
@@ -252,15 +239,30 @@ class NamedShard:
     def _earlier(self, wires: dict[int, Content]) -> dict[str, torch.Tensor]:
         return {f"wire-{kept}": self._of(content) for kept, content in wires.items()}
 
-    def _nothing(self, version: int) -> tuple[int, Any, int]:
-        """Nothing but that it exists."""
-        return 0, NamedBuffer(self.wire[version]), int(self.real.raw(version)[2])
+
+def _came(self: NamedShard, payload: NamedBuffer, base: int | None) -> Buffer:
+    """The floats of a contribution; its payload has the name that is to be added. `base`: see `compensate`."""
+    payload.content = content = server_checks.decoded(self.server, self.shard.index, payload.content)
+    came, seen, newest = self._filled(content), getattr(content, "seen", None), max(self.wire, default=-1)
+    self.late = -1 if seen is None or not self.measured else 0 if base is None else newest - base
+    if self.late >= 0 and (then := self.wire.get(newest - self.late)) is not None:
+        assert (then, name_of(then)) == (seen, name_of(seen)), f"it was not computed from {newest - self.late}"
+        if base is not None:
+            names = name_of(content), name_of(self.master), name_of(then)
+            payload.content = NamedSet(content, contents.combine(*names, 83))
+            self._floats.compensated(payload.content.name, *names, self._config.compensation)
+    return came
+
+
+def _nothing(self: NamedShard, version: int) -> tuple[int, Any, int]:
+    """Nothing but that it exists."""
+    return 0, NamedBuffer(self.wire[version]), int(self.real.raw(version)[2])
 
 
 class NamedWords(NamedShard, StreamedShard):  # type: ignore[misc]  # (who asks for words looks whether it is one)
     """The same for streamed parameters."""
 
-    raw = NamedShard._nothing
+    raw = _nothing
 
     def words(self, version: int, first: int, count: int) -> tuple[Any, Any]:
         """These words of a kept version; of none its name alone."""
@@ -303,7 +305,7 @@ class NamedRows(NamedShard, OwnedRows):  # type: ignore[misc, override]  # (who 
     def _payload(self, content: Content, update: Apply) -> torch.Tensor:
         return self._encoded_rows(None if update.scale is None else content)
 
-    raw = NamedShard._nothing
+    raw = _nothing
 
     def rows(self, version: int, ids: torch.Tensor) -> tuple[Any, int]:
         """These rows of a kept version; of none its name alone."""
