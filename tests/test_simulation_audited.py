@@ -12,7 +12,7 @@ from rallypoint.core.shard.audited import Opinions
 from rallypoint.core.shard.events import Contribute
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.aligned import AuditDuties
-from rallypoint.testing.simulation.policies import Audited, AuditedWrong, parse_policy, word_for
+from rallypoint.testing.simulation.policies import Audited, AuditedWrong, Play, parse_policy, word_for
 from rallypoint.testing.simulation.run import simulate
 from support.failing import first_failure
 
@@ -30,7 +30,7 @@ def test_a_worker_that_computes_wrong_changes_no_byte(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("played", [Audited(), AuditedWrong()])
-def test_many_jobs_with_audits(played: Audited | AuditedWrong) -> None:
+def test_many_jobs_with_audits(played: Play) -> None:
     for seed in range(3000, 3010):
         simulate(seed, played)
 

@@ -23,7 +23,7 @@ from rallypoint.testing.simulation.member import COORDINATOR, Given
 from rallypoint.testing.simulation.network import Node
 from rallypoint.testing.simulation.operating.resuming import LAUNCHER, RESUME
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
-from rallypoint.testing.simulation.policies import CodecStatePlay, parse_policy, word_for
+from rallypoint.testing.simulation.policies import CodecStatePlay, Play, parse_policy, word_for
 from rallypoint.testing.simulation.run import Simulation, play, simulate
 from rallypoint.testing.simulation.worker import SimulatedWorker
 from support.failing import first_failure
@@ -45,7 +45,7 @@ def test_codec_states_follow_replicas_and_are_restored_so_that_the_bytes_are_tho
 
 @pytest.mark.some("codec-state:quorum:2")
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
-def test_where_codec_states_are_lost_none_is_used_twice_and_none_is_stale(policy: CodecStatePlay) -> None:
+def test_where_codec_states_are_lost_none_is_used_twice_and_none_is_stale(policy: Play) -> None:
     for seed in FIXED[:6]:
         simulate(seed, policy)
 

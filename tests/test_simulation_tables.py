@@ -11,7 +11,7 @@ import pytest
 from rallypoint.core.policy import Async, BoundedStaleness, Sync
 from rallypoint.core.shard.pulls import Request, Requests
 from rallypoint.testing.simulation.plan import make_plan
-from rallypoint.testing.simulation.policies import TablesPlay, word_for
+from rallypoint.testing.simulation.policies import Play, TablesPlay, word_for
 from rallypoint.testing.simulation.run import simulate
 from rallypoint.worker.exchange.arrivals import RowPull
 from support.failing import first_failure
@@ -30,7 +30,7 @@ def test_rows_are_those_of_the_step_in_progress_so_that_the_bytes_are_the_same_w
 
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
 @pytest.mark.some("tables:async")
-def test_in_the_other_modes_rows_have_what_the_replica_may_count_on(policy: TablesPlay) -> None:
+def test_in_the_other_modes_rows_have_what_the_replica_may_count_on(policy: Play) -> None:
     """All of its own contributions, those within the bound, or exactly a version's."""
     for seed in FIXED[:6]:
         simulate(seed, policy)

@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.testing.simulation import policies
 from rallypoint.testing.simulation.operating.story import described
 from rallypoint.testing.simulation.operating.story import explain as told
@@ -52,11 +51,8 @@ def main(
     failures = [failure for failure in _play(range(first, first + seeds), sync) if failure]
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
-    job = sync
-    while isinstance(job, policies.PausedPlay | policies.Uneven | policies.ResumedPlay):
-        job = job.of
-    alone = (Sync(), AllReduce(), policies.Scaled(), policies.Deciding(), policies.Audited(), policies.AuditedWrong())
-    same = job in (*alone, policies.Keyed()) or isinstance(job, policies.Carrying)
+    jobs = [make_plan(seed, sync).job for seed in range(first, first + 3)]
+    same = all(job.same_bytes and not job.may_differ for job in jobs)
     well = "all ended with the same bytes" if same else "all ended with every contribution counted once"
     verdict = f"{len(failures)} failed" if failures else well
     print(f"{policy}: {seeds} seeds from {first} in {time.monotonic() - start:.1f} s: {verdict}")

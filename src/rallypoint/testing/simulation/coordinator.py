@@ -9,13 +9,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 
+from rallypoint.codec.base import digest_of
 from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.connections import Checks
+from rallypoint.coordinator.events import EventLog
+from rallypoint.coordinator.fingerprints import FingerprintLog, KeptFingerprints
 from rallypoint.coordinator.journal import JOURNAL, Journal, kept_state
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.coordinator.snapshots import SnapshotKeeper
@@ -27,6 +31,7 @@ from rallypoint.core.placing.links import MeasuredLinks
 from rallypoint.core.plan.measured import LinkSpeeds
 from rallypoint.core.protocol import Aborted, Finished, Hello, Message, Metrics, Report, Say, decode, encode
 from rallypoint.core.view import ViewNumber
+from rallypoint.errors import ProtocolError
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.network import Node, PlayedCondition, PlayedThread, Wire, World, watch
@@ -47,7 +52,7 @@ class Disk:
 
     def __init__(self, seed: int = 0) -> None:
         self.full, self.started = False, 0
-        self._random, self._root, self._journals = random.Random(f"the disk of {seed}"), "", list[Journal]()
+        self._random, self.root, self._journals = random.Random(f"the disk of {seed}"), "", list[Journal]()
 
     @property
     def state(self) -> ClusterState | None:
@@ -56,7 +61,7 @@ class Disk:
 
     def open(self) -> Journal:
         """The journal of the next coordinator."""
-        self._root = self._root or tempfile.mkdtemp(dir=_MEMORY if _MEMORY.is_dir() else None)
+        self.root = self.root or tempfile.mkdtemp(dir=_MEMORY if _MEMORY.is_dir() else None)
         folder = self._folder()
         if self._journals:
             _copy(Path(self._journals[-1].path).parent, folder)
@@ -69,10 +74,10 @@ class Disk:
         """Nobody needs it any more."""
         for journal in self._journals:
             journal.close()
-        shutil.rmtree(self._root, ignore_errors=True)
+        shutil.rmtree(self.root, ignore_errors=True)
 
     def _folder(self) -> Path:
-        return Path(tempfile.mkdtemp(dir=self._root))
+        return Path(tempfile.mkdtemp(dir=self.root))
 
     def _tear(self, folder: Path, aside: Path) -> None:
         """Write what nobody may ever find, up to a byte before its end at most."""
@@ -160,6 +165,37 @@ class Outcome:
     copies: CopiesWatch = field(default_factory=CopiesWatch)
 
 
+def _at_once(log: Any, put: Callable[..., None], waiting: Queue[Any], *what: Any) -> None:
+    """Let a log write this without its thread, and end."""
+    log._thread = SimpleNamespace(ident=0)
+    put(*what)
+    waiting.put(None)
+    log._run()
+
+
+def check_recorded(job: SimulatedJob, folder: str, outcome: Outcome, *, whole: bool) -> None:
+    """AssertionError unless the digests and events that are kept are the undisturbed job's. `whole`: all must be."""
+    dense = [shard for shard in range(job.shards) if shard not in job.buffer_shards]
+    digest: Any = lambda *names: b"".join(digest_of(job.floats.of(name)) for name in names)  # noqa: E731
+    with KeptFingerprints(Path(folder)) as kept:
+        for step in range(0, job.steps, job.recorded):
+            model, versions, made = job.trajectory[step], kept.version(step), kept.contributions(step)
+            gradients = [[job.gradient(shard, step, r, (*model, 0)) for shard in dense] for r in range(job.replicas)]
+            wrong = [shard for shard, known in versions.items() if known != digest(model[shard])]
+            wrong += [replica for replica, known in made.items() if known.digests != digest(*gradients[replica])]
+            assert not wrong, f"other digests of step {step}: of shards {[*versions]} and replicas {[*made]} {wrong}"
+            all_here = (len(made), len(versions)) == (job.replicas, job.shards * (step > 0))
+            assert all_here or not whole, f"of step {step} digests of {[*versions]} and {[*made]} are kept"
+    differ = [said for said in outcome.said if "see `rallypoint replay`" in said]
+    assert not differ, f"digests differ: {differ}"
+    events = [msgspec.json.decode(line) for line in (Path(folder) / "events.jsonl").read_bytes().splitlines()]
+    done, skipped = ({one["step"] for one in events if one["type"] == kind} for kind in ("StepDone", "Skipped"))
+    steps = zip(job.trajectory, job.trajectory[1:], strict=False)
+    right = {step for step, (old, new) in enumerate(steps) if all(old[shard] == new[shard] for shard in dense)}
+    logged = skipped <= right and (not whole or (done, skipped) == ({*range(job.steps)}, right))
+    assert logged, f"steps {done} and {skipped} are logged as done and skipped: {right} are skipped"
+
+
 class SimulatedCoordinator(CoordinatorService):
     """One coordinator process."""
 
@@ -191,6 +227,12 @@ class SimulatedCoordinator(CoordinatorService):
             links = MeasuredLinks(LinkSpeeds(least=1.0), settle_s=0.0, rest_s=0.3)
             self.machine.course.links = links
         watch(self.machine, COORDINATOR)
+        if self.job.recorded:
+            root, put, played = self._disk.root, _at_once, cast(Any, self)
+            played._fingerprints = SimpleNamespace(
+                add=lambda *of: put(log := FingerprintLog(root, self.say), log.add, log._claims, *of)
+            )
+            played._log = SimpleNamespace(write=lambda it: put(log := EventLog(root), log.write, log._lines, it))
         decide = self._shell.handle
         self._shell.handle = lambda event, now: self._decided(decide(event, now))  # type: ignore[method-assign]
         if (keeper := super()._open_keeper()) is not None:
@@ -209,11 +251,16 @@ class SimulatedCoordinator(CoordinatorService):
         return ""
 
     def _receive(self, channel: _Channel, hello: Hello, message: Message) -> None:
+        try:
+            arrived = self._checks.checked(decode(encode(message)), hello)
+        except ProtocolError as error:
+            channel.wire.refuse(1, str(error))
+            return
+        assert message is not channel.wire.malformed, f"{hello.id} may say {message}"
         if isinstance(message, Report) and self._shell.members.get(hello.id) is channel:
             done = (hello.id, message.step, message.replica)
             if not (message.repeated and done in self.outcome.computed):
                 self.outcome.computed.append(done)
-        arrived = self._checks.checked(decode(encode(message)), hello)
         self._owner.put(inbox.Received(channel, hello, arrived))
 
     # ---- acts ----

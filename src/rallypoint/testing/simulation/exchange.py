@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -12,7 +12,6 @@ from rallypoint.codec.base import Codec
 from rallypoint.core.layout import Shard
 from rallypoint.core.sums import Part
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker.slots import Effect, Fetch
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import bytes_of
 from rallypoint.store.record import ShardRecord
@@ -22,6 +21,7 @@ from rallypoint.testing.simulation.network import Node, PlayedCondition, PlayedT
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Coded, Content, Residual
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.links import Receiver
+from rallypoint.worker.exchange.locked import ShardMemory
 from rallypoint.worker.exchange.pushes import BlockTally, Encoder, Partials
 
 _BAD = b"\0\0\xc0\x7f"  # a word that is not a number
@@ -110,14 +110,10 @@ class NamedEncoder(Encoder):
 
 
 class SimulatedExchange(Exchange):
-    """`thread` is the main one.
-
-    Attributes:
-        fetched: versions that it has asked for.
-    """
+    """`thread` is the main one."""
 
     def __init__(self, node: Node, job: SimulatedJob, thread: PlayedThread) -> None:
-        self.node, self.job, self.fetched, self._computing = node, job, 0, False
+        self.node, self.job, self._computing = node, job, False
         self._tokens, self._garbage = node.world.tokens, node.world.tokens.bytes_of(GARBAGE)
         context = replace(
             SimulatedTransport(node, "worker").context, clock=lambda: node.world.now,
@@ -128,24 +124,41 @@ class SimulatedExchange(Exchange):
         self.shell = self._shell
         self._pushes.partials = NamedPartials(self)
         self._optimizer.read = self._record  # type: ignore[method-assign]
+        filled, self.contributed = self.replica.contributions.filled, 0  # the name of the last contribution
+        self.replica.contributions.filled = (  # type: ignore[method-assign]
+            lambda shard, gradient, weight: filled(shard, job.floats.of(self.contributed), weight)
+        )
         self.arrivals = cast(Any, _Landings(self, self.arrivals))
-        self._run, self._locked.effects.run = self._locked.effects.run, self._run_effects  # type: ignore[method-assign]
+        self._wait, self._locked.wait = self._locked.wait, self._named_wait  # type: ignore[method-assign]
         self.buffer.zero_()
         for shard in range(job.shards):
             self.spoil(shard)
 
+    def _named_wait(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
+        """Whoever waits can say for what (I8), unless nothing is assigned to him."""
+        what = "nothing" if ready() else describe()
+        idle = not what and self._shell.machine.view is not None and not self._shell.machine.takes_part
+        assert idle or what, f"{self.me} waits for nothing"
+        self._wait(ready, describe)
+
+    def _slot(self, shard: int) -> memoryview:
+        """The slot's bytes; none where it has no memory now."""
+        here = not isinstance(self.memory, ShardMemory) or shard in self.memory._held or shard in self.memory._kept
+        return self.memory.slot(shard) if here else memoryview(bytearray())
+
     def read(self, shard: int) -> Content:
-        place = self.memory.slot(shard)
+        place = self._slot(shard)
         return self._tokens.of(place[:TOKEN]) if len(place) else self.job.nothing
 
     def write(self, shard: int, content: Content, *, whole: bool = True) -> None:
         """Write into the slot; `whole`: it is finite."""
-        if len(place := self.memory.slot(shard)):
+        if len(place := self._slot(shard)):
             place[:TOKEN], place[TOKEN : TOKEN + 4] = self._tokens.bytes_of(content), bytes(4) if whole else _BAD
 
     def spoil(self, shard: int) -> None:
         """The slot is being written."""
-        self.memory.slot(shard)[:TOKEN] = self._garbage[: len(self.memory.slot(shard))]
+        place = self._slot(shard)
+        place[:TOKEN] = self._garbage[: len(place)]
 
     def _validate(self) -> None:
         shell, machine, began = self._shell, self._shell.machine, not self._computing
@@ -159,10 +172,6 @@ class SimulatedExchange(Exchange):
 
     def _record(self, header: Header, data: bytearray, shard: Shard) -> ShardRecord:
         return ShardRecord(shard.index, header.step, {"master": np.frombuffer(data[:TOKEN], np.uint8)}, {})
-
-    def _run_effects(self, effects: Sequence[Effect]) -> None:
-        self.fetched += sum(isinstance(effect, Fetch) for effect in effects)
-        self._run(effects)
 
 
 class _Landings:

@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 from rallypoint.codec.spec import CodecSpec, Raw, has_state
-from rallypoint.config import Audit, Evaluation, Group, JobConfig, cadence_of, record_of
+from rallypoint.config import Audit, Evaluation, Group, JobConfig, Memory, cadence_of, record_of
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.decisions import Rules
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import StateHolder
+from rallypoint.core.optimizer import Average
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.store.record import ShardRecord
@@ -56,6 +57,9 @@ class SimulatedJob:
     audits: contents.AuditedJob | None = None
     carries: bool = False  # each replica carries a state: a shard for each, the last ones of the buffers
     fp16: bool = False  # it scales losses: the last shard of buffers has the loss scale, and `skip` is set
+    average: Average | None = None  # servers keep it beside the parameters
+    recorded: int = 0  # digests are kept every so many steps; 0: never
+    streamed: bool = False  # parameters stay on the servers, and workers pull their words
     buffer_shards: frozenset[int] = field(init=False)
     scale_shard: int = field(init=False)  # -1: none
 
@@ -78,18 +82,23 @@ class SimulatedJob:
         """The parts of the table: the last shards but those of buffers."""
         return frozenset(range(self.shards - self.buffers - self.tables, self.shards - self.buffers))
 
+    @cached_property
+    def absent(self) -> frozenset[int]:
+        """The shards that no worker's model holds."""
+        return frozenset(range(self.shards)) - self.buffer_shards if self.streamed else self.table_shards
+
     @property
     def nothing(self) -> Content:
-        """What a version of a table's part brings to workers."""
+        """What a version of an absent shard brings to workers."""
         return 0 if self.same_bytes else frozenset()
 
     def sent(self, shard: int, content: Content) -> Content:
         """What a version of the shard brings to workers."""
-        return self.nothing if shard in self.table_shards else content
+        return self.nothing if shard in self.absent else content
 
     def dense(self, model: Iterable[Content]) -> list[tuple[int, Content]]:
-        """The shards that a worker's model holds, which are all but tables, and their contents."""
-        return [(shard, content) for shard, content in enumerate(model) if shard not in self.table_shards]
+        """The shards that a worker's model holds, and their contents."""
+        return [(shard, content) for shard, content in enumerate(model) if shard not in self.absent]
 
     def looked_up(self, step: int, replica: int) -> dict[int, list[int]]:
         """The parts of the table that this replica's samples need at `step`, and the rows of them."""
@@ -110,7 +119,9 @@ class SimulatedJob:
             evaluation=Evaluation(
                 plateau=self.rules.plateau, keep_best=self.rules.best.metric if self.rules.best else ""
             ),
-            audit=Audit(share=self.audits.share if self.audits else 0.0), keyed=self.keys > 0,
+            audit=Audit(share=self.audits.share if self.audits else 0.0, fingerprints=self.recorded),
+            keyed=self.keys > 0, average=self.average,
+            memory=Memory(parameters="streamed", prefetch_bytes=0) if self.streamed else Memory(),
         )  # fmt: skip
         return msgspec.structs.replace(config, steps=self.steps * config.steps_per_round)
 
@@ -124,7 +135,8 @@ class SimulatedJob:
         own = [0, *range(2, 2 + len(self.periods))]
         carried = self.replicas if self.carries else 0
         tables = sorted(self.table_shards)
-        return contents.layout_of(self.shards, self.buffer_shards, tables, own, carried, self.scale_shard)
+        named = range(self.shards) if self.recorded else ()
+        return contents.layout_of(self.shards, self.buffer_shards, tables, own, carried, self.scale_shard, named)
 
     @cached_property
     def cadence(self) -> Cadence:
@@ -183,7 +195,7 @@ class SimulatedJob:
         return name if self.same_bytes else self._both(total, content, name)
 
     def mean(self, total: Content, weight: float) -> Content:
-        name = self.floats.mean(combine(name_of(total), int(weight)), name_of(total), weight)
+        self.floats.scaled(name := combine(name_of(total), int(weight)), name_of(total), 1.0 / weight)
         return name if self.same_bytes else NamedSet(total, name)
 
     @staticmethod
@@ -271,7 +283,8 @@ class SimulatedJob:
             self.floats.sparse(made)
         if shard == self.scale_shard:
             self.floats.begins(made, [])
-        return made if self.same_bytes else NamedSet({(step, replica)}, made)
+        seen = tuple(model)[shard] if self.config.compensation else None
+        return made if self.same_bytes else NamedSet({(step, replica)}, made, seen)
 
     def inner_after(self, inner: int, round: int, replica: int, model: Iterable[Content]) -> int:
         """The state of a replica's own optimizer after the round; 0 is that of a new one."""

@@ -12,7 +12,6 @@ import torch
 from rallypoint.codec.base import encode_ids
 from rallypoint.core.keys import NEWEST
 from rallypoint.core.protocol import Beat, Done, GiveUp, Leaving, NewView, Propose
-from rallypoint.core.view import View
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.names import NBYTES, TOKEN, SimulatedTransport, payload_of
@@ -25,8 +24,6 @@ from rallypoint.worker.keys_exchange import KeyExchange, KeyRequest
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.plan import Plan
 
-
-# A store's worker: the product's exchange and links, and a script.
 
 GIVES_UP_S = 1.0  # from a script's error to the end of its process
 LEFT = "went back to a snapshot after its script had ended"
@@ -52,15 +49,13 @@ class KeyedWorker:
     Its script does `store.due`, `pull(step=)` and `push(step=)` for all keys, in any order, one push at a time.
     """
 
-    fetched = 0
     model: list[Content]
 
     def __init__(self, world: World, name: str, job: SimulatedJob, speed: float = 1.0) -> None:
         self.node, self.job, self.speed = Node(world, name), job, speed
-        self.exchange: SimulatedKeys | None = None
+        self.exchange: Any = None  # until `job.store` returns
         self.model, self.done = [], False
         self._claim: tuple[int, Any] | None = None  # the roll-backs before it said that it is done, and its claim
-        self._view: View | None = None
         self._leaving = self._acting = False
         self._due: tuple[int, int, int] | None = None  # the key, step and contributor in progress
         self._asked: dict[int, KeyRequest] = {}
@@ -90,21 +85,18 @@ class KeyedWorker:
             self._poke()
 
     def _on_message(self, message: Any) -> None:
-        match message:
-            case NewView(view=view):
-                self._viewed(view)
-
-    def _viewed(self, view: View) -> None:
+        if not isinstance(message, NewView):
+            return
         if self.exchange is None:  # `job.store` returns
             self.exchange = SimulatedKeys(self.node, self.job, self.membership.send, self._poke)
-            self.exchange.adopt(view)
+            self.exchange.adopt(message.view)
             for shard in range(self.job.shards):
                 nbytes = 0 if shard in self.job.table_shards else NBYTES
                 self.exchange.begin(shard, payload_of(self.node.world.tokens, self.job.first(shard), nbytes))
             if self._leaving:
                 self.exchange.leave()
         else:
-            self.exchange.adopt(view)
+            self.exchange.adopt(message.view)
         self._poke()
 
     # ---- the script ----
@@ -175,13 +167,11 @@ class KeyedWorker:
         assert generation == self._generation
 
     def _found(self, key: int) -> list[tuple[int, int, int]]:
-        assert self.exchange is not None
         machine, shards = self.exchange.machine, self.job.shards_of(key)
         nexts = {one: machine.next_of(shards, one) for one in machine.contributors if machine.counts(shards, one)}
         return [(key, step, one) for one, step in nexts.items() if step is not None and step < self.job.steps]
 
     def _unfinished(self, key: int) -> list[int]:
-        assert self.exchange is not None
         shards = self.job.shards_of(key)
         nexts = {one: self.exchange.machine.next_of(shards, one) for one in range(self.job.replicas)}
         return [one for one, step in nexts.items() if step is None or step < self.job.steps]
@@ -200,7 +190,6 @@ class KeyedWorker:
     def _computed(self, values: dict[int, Content], generation: int) -> None:
         """`store.push`: it raises StoreRolledBack if there was a roll-back since the step was due."""
         exchange = self.exchange
-        assert exchange is not None
         if self._due is None or generation != exchange.rolled_back:
             self._poke()
             return
@@ -221,7 +210,6 @@ class KeyedWorker:
     def _end(self, values: dict[int, Content]) -> None:
         """The script has ended: see `KeyStore.finish`."""
         exchange = self.exchange
-        assert exchange is not None
         self.model = [values[shard] for shard in range(self.job.shards)]
         for shard, content in enumerate(self.model):
             self.job.check_end(shard, content)
@@ -235,15 +223,11 @@ class KeyedWorker:
         return f"{self.node.name}: due {self._due}, asked {self._asked}, claim {self._claim}, {machine}"
 
 
-# What a seed plays where the job is a store.
-
 
 def as_store(plan: Plan) -> Plan:
     """The plan for a store of one key or several; some of the shards may be parts of a table."""
     rng = random.Random(plan.seed * 7919 + 17)
     tables = rng.choice([0, 0, rng.randint(1, plan.job.shards)])
     job = replace(plan.job, buffers=0, clip=None, skip=False, tables=tables)
-    faults = tuple(fault for fault in plan.faults if fault.role != "aggregator")
-    terms = msgspec.structs.replace(plan.terms, backup_tasks=False, aggregators=0)
-    keyed = replace(job, keys=rng.randint(1, job.shards))
-    return replace(plan, job=keyed, terms=terms, faults=faults, aggregators=0)
+    keyed, terms = replace(job, keys=rng.randint(1, job.shards)), plan.terms
+    return replace(plan, job=keyed, terms=msgspec.structs.replace(terms, backup_tasks=False))

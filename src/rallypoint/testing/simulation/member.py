@@ -7,14 +7,17 @@ import random
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from rallypoint.core import protocol
 from rallypoint.core.protocol import Beat, Hello, Message, NewView, Resize, decode, encode
+from rallypoint.core.shard.clip import Measure
 from rallypoint.core.view import Member
+from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.net.member import LastReports, ViewReceiver
+from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import Node, Wire
 
 COORDINATOR = "coordinator"
@@ -178,14 +181,69 @@ class SimulatedOrders:
         """Give this order, after those before it."""
         self._waiting.append(order)
         if len(self._waiting) == 1:
-            self._give_first()
+            self._give_first(self._new_node())
 
-    def _give_first(self) -> None:
-        node = self._new_node()
-        Given(node, self._waiting[0], lambda order, again: self._announced(node))
+    def _give_first(self, node: Node) -> None:
+        def announced(*_: Any) -> None:
+            node.kill()
+            self._heard(self._waiting.popleft())
+            if self._waiting:
+                self._give_first(self._new_node())
 
-    def _announced(self, node: Node) -> None:
-        node.kill()
-        self._heard(self._waiting.popleft())
-        if self._waiting:
-            self._give_first()
+        Given(node, self._waiting[0], announced)
+
+
+# ---- what members send that nobody may send: that connection ends, and nothing else changes (I9) ----
+
+MALFORMED = "malformed"  # a kind of fault
+_HUGE, _PUSH = 1 << 20, Header(Kind.PUSH, length=64, weight=1.0)
+_TEXTS = b"\xff" * 8, b"\x92\0\0", msgspec.msgpack.encode([Measure(0, (-1.0,))])
+
+# What a frame has that is wrong in place of what a contribution has, by who sends it.
+_OF_WORKERS: tuple[dict[str, Any], ...] = (
+    {"shard": _HUGE}, {"length": _HUGE}, {"weight": 0.0}, {"step": _HUGE}, {"replica": _HUGE}, {"flags": SKIP},
+    {"wants": _HUGE}, {"replica": 1, "base": _HUGE, "wants": _HUGE}, {"kind": Kind.ROWS}, {"kind": Kind.WANT},
+    {"kind": Kind.FETCH, "shard": _HUGE}, {"kind": Kind.INITIAL, "step": _HUGE}, {"kind": Kind.STATE, "step": _HUGE},
+    {"kind": Kind.CODEC_STATE, "replica": _HUGE}, {"kind": Kind.PULL_WORDS, "wants": _HUGE},
+    {"kind": Kind.PULL_ROWS, "length": 8},
+)  # fmt: skip
+_OF_SERVERS = (
+    {"shard": _HUGE}, {"kind": Kind.PROVE, "shard": _HUGE}, {"kind": Kind.REPLICATE, "weight": 0.0},
+    {"kind": Kind.MEASURES}, {"kind": Kind.CHOICE}, {"kind": Kind.STATE},
+)  # fmt: skip
+_OF_ACCEPTORS = (
+    {"kind": Kind.VERSION, "shard": _HUGE}, {"kind": Kind.VERSION, "length": _HUGE}, {"kind": Kind.ROWS},
+    {"kind": Kind.CREDIT, "replica": _HUGE},
+)  # fmt: skip
+
+
+def send_malformed(node: Node, job: SimulatedJob) -> str:
+    """Send somebody such a frame, or the coordinator such a message: it gives the sender up. Returns what and to whom.
+    """
+    world, ways, sent = node.world, list[tuple[Wire, int, Any, str]](), cast(Any, None)
+    for wire in node.wires if not node.paused else ():
+        end = wire.ends.index(node)
+        to = wire.ends[1 - end].name
+        views = getattr(world.acceptors.get(to), "_views", None)
+        if wire.malformed is None and (to == COORDINATOR or (views is not None and views.view is not None)):
+            ways.append((wire, end, views, to))
+    if not ways:
+        return "nobody sends what is malformed"
+    wire, end, views, to = world.random.choice(ways)
+    if to == COORDINATOR:
+        wire.malformed = sent = world.random.choice(_messages(job))
+    else:
+        kinds = _OF_ACCEPTORS if end else _OF_SERVERS if node.name.startswith("server") else _OF_WORKERS
+        refused = ({"kind": Kind.INITIAL},) if to.startswith("aggregator") and not end else ()
+        wire.malformed = _PUSH._replace(view=views.number, **world.random.choice((*kinds, *refused)))
+        others = wire.malformed.kind in (Kind.MEASURES, Kind.CHOICE)
+        sent = wire.malformed, world.random.choice(_TEXTS) if others else _TEXTS[0]
+    wire.send(end, sent)
+    return f"{node.name} sends {to} what is malformed: {wire.malformed}"
+
+
+def _messages(job: SimulatedJob) -> list[Message]:
+    settings, rounds = job.record.config, job.record.rounds
+    changes: Any = {"config": {}}, {"config": {**settings, "replicas": 0}}, {"rounds": rounds + 1}, {"threads": _HUGE}
+    proposed = [protocol.Propose(msgspec.structs.replace(job.record, **change)) for change in changes]
+    return [*proposed, protocol.Finished(), protocol.Report(0, 0, 0.0, 0.0, 1), Beat({"server": -1.0})]

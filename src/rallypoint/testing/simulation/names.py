@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
 from rallypoint.core.audits import Audits
 from rallypoint.core.layout import Shard
-from rallypoint.core.protocol import Finished, Prepare
+from rallypoint.core.protocol import Finished, Prepare, Refused, encode
 from rallypoint.core.view import Member, ViewNumber
-from rallypoint.errors import LinkError
+from rallypoint.errors import LinkError, ProtocolError, RallypointError
 from rallypoint.net.dialer import Calls
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.pool import Buffer
@@ -29,16 +28,13 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
 from rallypoint.server.intake import Intake
 from rallypoint.server.job import ServerJob
-from rallypoint.server.member import ListeningMember, Views
+from rallypoint.server.member import ListeningMember, Receive, Views
 from rallypoint.store.record import decode_record
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR, SimulatedMembership
 from rallypoint.testing.simulation.network import RETRY_S, Call, Node, Tokens, Wire
 from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.worker.exchange.links import ExchangeContext
-
-if TYPE_CHECKING:
-    pass
 
 NBYTES = 64  # of every payload, but for a table's first version
 TOKEN = 8  # bytes that stand for a name where memory is real
@@ -64,6 +60,7 @@ class NamedBuffer:
     """
 
     real: tuple[Buffer, torch.Tensor] | None = None
+    nbytes = NBYTES
 
     def __init__(self, content: Content, pool: NamedPool | None = None) -> None:
         """Without a pool it belongs to somebody who keeps it: nobody holds it."""
@@ -84,7 +81,7 @@ class NamedBuffer:
         self._content = content
 
     def __len__(self) -> int:
-        return NBYTES
+        return self.nbytes
 
     def __getitem__(self, part: slice) -> NamedBuffer:
         return self
@@ -120,8 +117,10 @@ class NamedIntake(Intake):
 
     def __init__(self, job: ServerJob, *about: Any) -> None:
         super().__init__(job, *about)
-        # A state of names is no tensor that could fit.
-        self._checks.record = lambda header, data: decode_record(bytes(data))  # type: ignore[method-assign]
+        record = self._checks.record  # a state of names is no tensor that could fit
+        self._checks.record = (  # type: ignore[method-assign]
+            lambda header, data: record(header, data) if len(data) <= TOKEN else decode_record(bytes(data))
+        )
         if (audits := job.plan.audits) is not None:
             self._pushed = partial(_with_digest, audits)
 
@@ -295,8 +294,11 @@ class WireChannel:
         return getattr(payload, "content", payload)
 
     def refuse(self, reason: str) -> None:
-        """Nobody here says what has to be refused."""
-        raise AssertionError(f"{self.name} is refused: {reason}")
+        """End the connection because of what has come."""
+        said = memoryview(encode(Refused(reason)))
+        self.wire.send(self._end, (Header(Kind.REFUSE, self.view, length=len(said)), said))
+        self._waiting.clear()
+        self.wire.refuse(self._end, reason)
 
 
 class SimulatedDialer:
@@ -334,15 +336,21 @@ class SimulatedDialer:
         self._of.channels[:] = [*(known for known in self._of.channels if known.wire.open), channel]
 
         def receive() -> None:
-            with suppress(NothingMore):
+            try:
                 self._calls.serve(cast(Any, channel))
+            except NothingMore:
+                pass
+            except RallypointError as error:
+                wire.refuse(0, str(error))
+                wire.close(0)
+                self._lost(error)
 
         channel.listen(receive, self._lost)
         self._calls.up(cast(Any, channel))
 
-    def _lost(self) -> None:
+    def _lost(self, error: RallypointError | None = None) -> None:
         self._wire, self._lost_at = None, self._node.world.now
-        self._calls.down(LinkError("it broke"))
+        self._calls.down(error or LinkError("it broke"))
         self.start()
 
 
@@ -385,6 +393,18 @@ class PlayedMember(ListeningMember):
 
     def _take(self, event: Any) -> None:
         raise NotImplementedError
+
+    def _receive(self, channel: WireChannel, receive: Receive, who: str) -> None:
+        """Receive a frame. A malformed one ends its connection, and changes nothing."""
+        malformed = channel._frame is not None and channel._frame[0] is channel.wire.malformed
+        machine: Any = self.machine  # type: ignore[attr-defined]
+        before = repr(machine) if malformed else ""
+        try:
+            receive(cast(Any, channel), who)
+        except ProtocolError as error:
+            channel.refuse(str(error))
+        harmless = not malformed or (not channel.wire.open and repr(machine) == before)
+        assert harmless, f"{self.node.name} takes {channel.wire.malformed} of {who}"
 
     def _on_message(self, message: Any) -> None:
         super()._on_message(message)

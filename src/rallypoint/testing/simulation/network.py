@@ -93,6 +93,7 @@ class Wire:
     def __init__(self, world: World, a: Node, b: Node) -> None:
         self.world, self.ends, self.number = world, (a, b), world.number()
         self.open, self.ended = True, End.CLOSED
+        self.malformed: Any = None  # the header of a frame that nobody may send (for the coordinator: a message)
         self._free = [0.0, 0.0]  # when each direction can deliver next
         self._cut = float("inf")
         self._sent, self._newest = 0, dict[Hashable, int]()  # messages, and the last one of each place
@@ -144,6 +145,12 @@ class Wire:
         on_close, self.on_close[end] = self.on_close[end], _nothing
         self.on_message[end] = _ignore
         on_close()
+
+    def refuse(self, end: int, reason: str) -> None:
+        """This end ends it because of what has come, which must be malformed."""
+        assert self.malformed is not None, f"{self.ends[end].name} refuses {self.ends[1 - end].name}: {reason}"
+        self.on_message[end] = _ignore
+        self.cut()
 
     def close(self, end: int) -> None:
         """This end wants no more of it: it hears nothing from now on."""
@@ -215,7 +222,6 @@ class World:
         self._events: list[tuple[float, int, Call]] = []
         self._numbers = itertools.count()
         self._partitions: dict[frozenset[str], float] = {}
-        self._isolated: dict[str, float] = {}  # process -> until when
         self._traps: set[str] = set()
         self.tokens = Tokens()
 
@@ -275,32 +281,22 @@ class World:
         self._traps.discard(name)
         return waiting
 
-    def partition(self, a: str, b: str, seconds: float) -> None:
-        """These two cannot reach each other for a while."""
-        self._partitions[frozenset((a, b))] = self.now + seconds
+    def partition(self, name: str, other: str, seconds: float) -> None:
+        """These two cannot reach each other for a while; with "" as the other one: nobody can reach this one."""
+        apart = frozenset((name, other)) - {""}
+        self._partitions[apart] = self.now + seconds
         if seconds >= DEAD_AFTER_S:
-            self.at(DEAD_AFTER_S, lambda: self._break(a, b))
+            self.at(DEAD_AFTER_S, lambda: self._break(name, apart))
 
-    def _break(self, a: str, b: str) -> None:
-        for wire in [w for node in self.nodes.values() for w in list(node.wires)]:
-            if {end.name for end in wire.ends} == {a, b}:
-                wire.cut(End.LOST)
-
-    def isolate(self, name: str, seconds: float) -> None:
-        """Nobody can reach this one for a while."""
-        self._isolated[name] = self.now + seconds
-        if seconds >= DEAD_AFTER_S:
-            self.at(DEAD_AFTER_S, lambda: self._break_all(name))
-
-    def _break_all(self, name: str) -> None:
+    def _break(self, name: str, apart: frozenset[str]) -> None:
         for wire in list(self.nodes[name].wires) if name in self.nodes else ():
-            wire.cut(End.LOST)
+            if apart <= {end.name for end in wire.ends}:
+                wire.cut(End.LOST)
 
     def healed_at(self, ends: tuple[Node, Node]) -> float:
         """When these two can reach each other (again)."""
-        names = [end.name for end in ends]
-        alone = (self._isolated.get(name, 0.0) for name in names)
-        return max(self._partitions.get(frozenset(names), 0.0), *alone)
+        a, b = (end.name for end in ends)
+        return max(self._partitions.get(frozenset(apart), 0.0) for apart in ((a,), (b,), (a, b)))
 
     def connect(
         self, node: Node, address: str, hello: Any, up: Callable[[Wire], None], failed: Callable[[str], None]

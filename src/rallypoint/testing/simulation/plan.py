@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,13 +14,14 @@ from rallypoint.codec.spec import TopK, has_state
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.decisions import KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.modes import Feature
+from rallypoint.core.optimizer import EMA, SWA
 from rallypoint.core.policy import LocalSteps, Sync
-from rallypoint.testing.simulation import policies as plays
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.keys import as_store
+from rallypoint.testing.simulation.member import MALFORMED
 from rallypoint.testing.simulation.operating.pauses import PAUSE, pauses
 from rallypoint.testing.simulation.operating.resuming import RESUME, resumed
-from rallypoint.testing.simulation.policies import Mode, Played
+from rallypoint.testing.simulation.policies import Around, InnerStatePlay, Mode, Play, Played
 from rallypoint.testing.simulation.replicas.contents import AuditedJob
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
@@ -64,7 +66,7 @@ class Plan:
     @property
     def kills(self) -> bool:
         """May members be killed besides? Where no state may be lost with them, only coordinators are."""
-        return any(fault.kind not in (RESUME, PAUSE) for fault in self.faults) and not (
+        return any(fault.kind not in (RESUME, PAUSE, MALFORMED) for fault in self.faults) and not (
             self.job.inner or has_state(self.job.codec)
         )
 
@@ -87,32 +89,21 @@ _PATIENT_S = 30.0
 
 def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
-    return replace(_made(seed, played), played=played)
+    match played:
+        case Around():
+            plan = _AROUND[played.word](make_plan(seed, played.of))
+        case Play():
+            plan = _SPECIAL[played.word](_plan_of(seed, played.sync))
+        case InnerStatePlay():
+            plan = _with_inner(_plan_of(seed, played.sync), played.sync)
+        case _:
+            plan = _plan_of(seed, played)
+    return replace(plan, played=played)
 
 
-def _made(seed: int, played: Played) -> Plan:
-    around: dict[type, Callable[[Plan], Plan]] = {
-        plays.PausedPlay: _paused, plays.Uneven: _uneven, plays.ResumedPlay: resumed,
-    }  # fmt: skip
-    if isinstance(played, plays.PausedPlay | plays.Uneven | plays.ResumedPlay):
-        return around[type(played)](make_plan(seed, played.of))
-    changes: dict[type, Callable[[Plan], Plan]] = {
-        plays.Scaled: _scaled, plays.Evaluating: _evaluating, plays.Deciding: _deciding,
-        plays.Carrying: _carrying, plays.Poisoned: _poisoned, plays.TablesPlay: _with_tables,
-        plays.Stopped: _stopped, plays.Keyed: as_store,
-    }  # fmt: skip
-    if change := changes.get(type(played)):
-        return change(_plan_of(seed, getattr(played, "sync", _SYNC)))
-    if isinstance(played, plays.Audited | plays.AuditedWrong):
-        return _audited(_plan_of(seed, _SYNC), wrong=isinstance(played, plays.AuditedWrong))
-    if isinstance(played, plays.InnerStatePlay):
-        return _with_inner(_plan_of(seed, played.sync), played.sync)
-    if not isinstance(played, plays.CodecStatePlay):
-        assert isinstance(played, Mode)
-        return _plan_of(seed, played)
-    plan = _plan_of(seed, played.sync)
+def _with_codec_states(plan: Plan) -> Plan:
     job = replace(plan.job, codec=TopK())
-    plan = replace(plan, job=job, terms=supported(plan.terms, job))
+    plan, seed = replace(plan, job=job, terms=supported(plan.terms, job)), plan.seed
     if seed % 3 == 0 or not job.same_bytes or job.policy.streaming:
         return replace(plan, job=replace(job, loses_states=True))
     kinds, role = (_LEAVING, "worker") if seed % 3 == 1 else (_LOSING_SERVERS, "server")
@@ -168,6 +159,13 @@ def _paused(plan: Plan) -> Plan:
     return replace(plan, faults=(*plan.faults, *added))
 
 
+def _malformed(plan: Plan) -> Plan:
+    """Members send what nobody may send, some of it before the job has begun."""
+    rng, roles = random.Random(plan.seed * 7919 + 20), ("worker", "worker", "worker", "server", "server", "aggregator")
+    added = (Fault(rng.uniform(0.1, 6.0), MALFORMED, rng.choice(roles)) for _ in range(rng.randint(4, 16)))
+    return replace(plan, faults=(*plan.faults, *added))
+
+
 def _uneven(plan: Plan) -> Plan:
     """Servers whose links are not alike."""
     return replace(plan, terms=msgspec.structs.replace(plan.terms, measure_links=True))
@@ -181,10 +179,15 @@ def _evaluating(plan: Plan) -> Plan:
 
 
 def _with_backup_tasks(plan: Plan) -> Plan:
-    if plan.seed % 4:
-        return replace(plan, terms=msgspec.structs.replace(plan.terms, backup_tasks=False))
-    terms = msgspec.structs.replace(plan.terms, backup_tasks=True, aggregators=0)
+    tasks = plan.seed % 4 == 0
+    plan = replace(plan, terms=msgspec.structs.replace(plan.terms, backup_tasks=tasks))
+    return without_aggregators(plan) if tasks else plan
+
+
+def without_aggregators(plan: Plan) -> Plan:
+    """The plan without aggregators, and without their faults."""
     faults = tuple(fault for fault in plan.faults if fault.role != "aggregator")
+    terms = msgspec.structs.replace(plan.terms, aggregators=0)
     return replace(plan, terms=terms, faults=faults, aggregators=0)
 
 
@@ -205,11 +208,10 @@ def _deciding(plan: Plan) -> Plan:
     return replace(plan, job=job, faults=faults, workers=plan.workers + rng.randint(0, 2))
 
 
-def _audited(plan: Plan, *, wrong: bool) -> Plan:
+def _audited(plan: Plan, *, wrong: bool = False) -> Plan:
     """No aggregators. Where a worker computes wrong, everything is audited and the job waits for three workers."""
     rng = random.Random(plan.seed * 7919 + 13)
-    faults = tuple(fault for fault in plan.faults if fault.role != "aggregator")
-    plan = replace(plan, faults=faults, aggregators=0)
+    plan = without_aggregators(plan)
     if not wrong:
         return replace(plan, job=replace(plan.job, audits=AuditedJob(rng.choice([0.2, 0.7, 1.0]))))
     workers, most = rng.randint(3, 5), rng.randint(5, 7)
@@ -278,12 +280,11 @@ def _plan_of(seed: int, sync: Mode) -> Plan:
         more = random.Random(seed * 7919 + 5)
         faults.append(Fault(more.uniform(0.3, 3.0), "cut", more.choice(["worker", "server"]), CUT_S))
     aggregators = 0
-    if aggregates(seed):
+    if seed % 3 == 2:
         more = random.Random(seed * 7919 + 6)
         aggregators = more.randint(1, 2)
         faults += _on_aggregators(more)
-    hesitation = HESITATION_S if hesitates(seed) else 0.0
-    return Plan(seed, job, terms, workers, servers, tuple(faults), hesitation, aggregators)
+    return Plan(seed, job, terms, workers, servers, tuple(faults), HESITATION_S * (seed % 4 == 3), aggregators)
 
 
 def _on_aggregators(rng: random.Random) -> list[Fault]:
@@ -337,11 +338,17 @@ def cuts(seed: int) -> bool:
     return seed % 9 == 5
 
 
-def aggregates(seed: int) -> bool:
-    """Are there aggregators in this seed's plan?"""
-    return seed % 3 == 2
-
-
-def hesitates(seed: int) -> bool:
-    """Are workers slow to begin with what they were told in this seed's plan?"""
-    return seed % 4 == 3
+# What is special about a play, and what is played around others, by the words of `policies`.
+_SPECIAL: dict[str, Callable[[Plan], Plan]] = {
+    "codec-state": _with_codec_states, "poisoned": _poisoned, "tables": _with_tables, "stopped": _stopped,
+    "carrying": _carrying, "scaled": _scaled, "evaluating": _evaluating, "decided": _deciding,
+    "audited": _audited, "audited:wrong": partial(_audited, wrong=True),
+    "store": lambda plan: as_store(without_aggregators(plan)),
+    "averaged": lambda plan: replace(plan, job=replace(
+        plan.job, average=EMA(0.75) if plan.seed % 2 else SWA(start=plan.seed % 3, every=1 + plan.seed % 4))),
+    "recorded": lambda plan: replace(plan, job=replace(plan.job, recorded=1 + plan.seed % 3)),
+    "streamed": lambda plan: replace(without_aggregators(plan), job=replace(plan.job, streamed=True)),
+}  # fmt: skip
+_AROUND: dict[str, Callable[[Plan], Plan]] = {
+    "paused": _paused, "malformed": _malformed, "uneven": _uneven, "resumed": resumed,
+}  # fmt: skip

@@ -14,9 +14,9 @@ from rallypoint.core.protocol import Resize
 from rallypoint.core.view import View
 from rallypoint.server.job import ServerJob
 from rallypoint.testing.simulation.aggregator import SimulatedAggregator
-from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
+from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator, check_recorded
 from rallypoint.testing.simulation.keys import LEFT, KeyedWorker
-from rallypoint.testing.simulation.member import COORDINATOR, SimulatedOrders
+from rallypoint.testing.simulation.member import COORDINATOR, MALFORMED, SimulatedOrders, send_malformed
 from rallypoint.testing.simulation.network import Node, Noted, World
 from rallypoint.testing.simulation.operating import history, server_checks
 from rallypoint.testing.simulation.operating.pauses import PAUSE, Operators
@@ -41,13 +41,12 @@ class SimulationFailed(AssertionError):
 
 @dataclass
 class Result:
-    """What a run came to: `recomputed` replicas were computed again or twice, `fetched` versions asked for."""
+    """What a run came to: `recomputed` replicas were computed again or twice."""
 
     plan: Plan
     outcome: Outcome
     seconds: float
     recomputed: int
-    fetched: int
     events: list[str] = field(default_factory=list)
 
 
@@ -69,9 +68,8 @@ class Simulation:
         self._named = Counter[str]()
         self._told_to_leave: set[str] = set()
         self._orders = SimulatedOrders(lambda: Node(self.world, self._name("launcher")), self._resized)
-        operator = lambda: Node(self.world, self._name("operator"))  # noqa: E731
         forgets = any(fault.kind == "journal full" for fault in plan.faults)
-        self._operators = Operators(operator, self.events, forgets=forgets)
+        self._operators = Operators(lambda: Node(self.world, self._name("operator")), self.events, forgets=forgets)
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
 
     def run(self) -> Result:
@@ -97,10 +95,8 @@ class Simulation:
             for store in (self.store, *self._resuming.read):
                 store.forget()
         steps = {(step, replica) for _, step, replica in self.outcome.computed}
-        return Result(
-            self.plan, self.outcome, self.world.now, len(self.outcome.computed) - len(steps),
-            sum(worker.fetched for worker in self.workers.values()), self.events,
-        )  # fmt: skip
+        recomputed = len(self.outcome.computed) - len(steps)
+        return Result(self.plan, self.outcome, self.world.now, recomputed, self.events)
 
     # ---- the launcher ----
 
@@ -143,15 +139,13 @@ class Simulation:
     def strike(self, fault: Fault) -> None:
         """Let a fault happen."""
         match fault.kind:
-            case "disk full":
-                if self.store.newest()[0]:  # without room for the first there is nothing to go back to
-                    self.store.full = True
-                    self.world.at(fault.seconds, lambda: setattr(self.store, "full", False))
+            case "disk full" | "journal full":
+                which = "disk" if fault.kind == "journal full" else "store"
+                if which == "disk" or self.store.newest()[0]:  # without room for the first nothing can go back
+                    getattr(self, which).full = True
+                    self.world.at(fault.seconds, lambda: setattr(getattr(self, which), "full", False))
             case "torn write":
                 self.store.tear()
-            case "journal full":
-                self.disk.full = True
-                self.world.at(fault.seconds, lambda: setattr(self.disk, "full", False))
             case "half said" | "drop first":
                 self.world.trap(fault.kind)
                 self._watch_coordinator()
@@ -192,7 +186,9 @@ class Simulation:
                 if others := [server for server in self._alive("server") if server != name]:
                     self.world.partition(name, self.world.random.choice(others), fault.seconds)
             case "isolation":
-                self.world.isolate(name, fault.seconds)
+                self.world.partition(name, "", fault.seconds)
+            case kind if kind == MALFORMED:
+                self._tell(send_malformed(node, self.plan.job))
             case "partition":
                 other = self.world.random.choice(sorted(self.world.nodes))
                 if other != name:
@@ -269,10 +265,12 @@ class Simulation:
         self._check_size()
         check_evaluations(self.plan.job, self.outcome, self.coordinator, self.events)
         job = self.plan.job
+        if job.recorded:
+            check_recorded(job, self.disk.root, self.outcome, whole=not self.plan.faults)
         assert not any(store.trespassed for store in self._resuming.read), "a job writes into another's store"
         for shard in range(job.shards):
             contents = self._final_contents(shard)
-            if shard in job.table_shards and not contents and self._primary_gone(shard):
+            if shard in job.absent and not contents and self._primary_gone(shard):
                 continue  # no worker has it
             assert contents, f"nobody holds the last version of shard {shard}"
             for content in contents:
@@ -341,7 +339,7 @@ class Simulation:
         if version == job.end and not job.config.keyed:
             record = next(self.store.read(self.store.load(id), (shard,)))
             contents.append(self.world.tokens.of(record.arrays["master"])[0])
-        if self._primary_gone(shard) and shard not in job.table_shards:  # as soon as the workers had it
+        if self._primary_gone(shard) and shard not in job.absent:  # as soon as the workers had it
             contents += [worker.model[shard] for worker in self.workers.values() if worker.node.alive and worker.done]
         return contents
 
@@ -366,26 +364,13 @@ def failure(played: Simulation, error: Exception) -> SimulationFailed:
 def stuck(played: Simulation) -> str:
     """What each member that lives waits for, and what the coordinator has said."""
     lines = [f"stuck after {played.world.now:.1f} s"]
-    lines += [_of_worker(name, worker) for name, worker in played.workers.items() if worker.node.alive]
-    for name, server in played.servers.items():
-        if server.node.alive:
-            held = {i: server.machine.machine(i) for i in server.machine.held}
-            lines.append(f"{name}: view {server.machine.view and server.machine.view.number} " + "; ".join(
-                f"{i}: {'P' if m.primary else 'B'} v{m.version} pub{m.published} sum of {m.added} held {m._held} "
-                f"{m.copies} awaiting {m.awaiting} clocks {m.clocks} wants {m.wants}"
-                for i, m in held.items() if m is not None))  # fmt: skip
+    lines += [worker.story() for worker in played.workers.values() if worker.node.alive]
+    lines += [f"{name}: {server.machine}" for name, server in played.servers.items() if server.node.alive]
     if played.coordinator is not None:
         machine = played.coordinator.machine
         lines.append(f"coordinator: {machine.phase}, {machine.view}, taking {machine._snapshots.taking}, "
                      f"done {machine.course.members.done}, waits for {machine.waiting_for()}")  # fmt: skip
     return "\n".join([*lines, *played.outcome.said])
-
-
-def _of_worker(name: str, worker: SimulatedWorker | KeyedWorker) -> str:
-    if isinstance(worker, KeyedWorker):
-        return worker.story()
-    machine = worker.machine
-    return f"{name}: replica {worker.replica}, next {machine.next_action()}, missing {machine.missing}, {machine}"
 
 
 def _ended_earlier(plan: Plan, planned: ScriptStops, view: View | None) -> Plan:

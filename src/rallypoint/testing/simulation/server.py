@@ -14,7 +14,6 @@ from rallypoint.core.protocol import Disproved, Leaving, Message, NewView
 from rallypoint.core.shard.clip import StepVerdict
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.view import ViewNumber
-from rallypoint.errors import ProtocolError
 from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.server import inbox
 from rallypoint.server.service import LEAVING_EVERY_S, Peers, ServerService
@@ -38,12 +37,13 @@ class ServedChannel(WireChannel):
 
     def _content_of(self, header: Header, payload: Any) -> Any:
         content = super()._content_of(header, payload)
-        if header.kind in (Kind.VERSION, Kind.STATE) or (header.kind is Kind.ROWS and not header.flags & SKIP):
+        pulled = header.kind in (Kind.ROWS, Kind.WORDS) and not header.flags & SKIP
+        if header.kind in (Kind.VERSION, Kind.STATE) or pulled:
             server_checks.note_sent(self._server, header, self.name, content)
         if header.kind is Kind.VERSION:
             return self._server.job.sent(header.shard, content)
-        if header.kind is Kind.ROWS and not header.flags & SKIP:
-            asked = self.asked[header.shard, header.base]
+        if pulled:
+            asked = self.asked.get((header.shard, header.base), b"")  # of words nothing is kept
             server_checks.check_rows(self._server, header.shard, header.step, content, *getattr(asked, "of", (0, -1)))
             if header.shard in self._server.job.table_shards and not len(asked):
                 return None  # a store asks how far a shard is
@@ -195,7 +195,7 @@ class SimulatedServer(PlayedMember, ServerService):
         super().say(message)
 
     def not_finite(self, verdict: StepVerdict, *, alone: bool) -> None:
-        if verdict.stops:
+        if verdict.stops or self.job.recorded:
             super().not_finite(verdict, alone=alone)
 
     # ---- the coordinator's words ----
@@ -229,10 +229,7 @@ class SimulatedServer(PlayedMember, ServerService):
 
         def came() -> None:
             self.taken_from = channel
-            try:
-                receive(channel, who)
-            except ProtocolError as error:
-                raise AssertionError(f"{self.node.name} refuses {who}: {error}") from error
+            self._receive(channel, receive, who)
 
         channel.listen(came, lambda: self.reducer_event(inbox.Gone(channel, who)), owes=role != "server")
         if role != "server":

@@ -18,12 +18,12 @@ from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.optim import InPlace
 from rallypoint.server.held import ShardFactory
 from rallypoint.server.rows import OwnedRows, first_rows, fits_rows
-from rallypoint.server.shard import fits, norms_of
+from rallypoint.server.shard import StreamedShard, fits, norms_of
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.names import NBYTES, NamedBuffer
 from rallypoint.testing.simulation.operating import server_checks
 from rallypoint.testing.simulation.replicas import contents
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, name_of
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, NamedSet, State, name_of
 from rallypoint.testing.simulation.replicas.floats import COLUMNS, ROWS, WORDS
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class NamedShards(ShardFactory):
     def allocate(self, index: int) -> Any:
         """The only place that knows which of them a shard is."""
         server, job, real = self._server, self._server.job, cast(Any, super().allocate(index))
-        return (NamedRows if index in job.table_shards else NamedShard)(server, job.layout.shards[index], real, self)
+        kind = NamedShard if index not in job.absent else NamedWords if job.streamed else NamedRows
+        return kind(server, job.layout.shards[index], real, self)
 
 
 class NamedShard:
@@ -67,6 +68,7 @@ class NamedShard:
         self.parts: dict[int, NamedBuffer] = {}  # of the sum in progress, by the first replica
         self.wire: dict[int, Content] = {}
         self.step = -1  # of the sum that is measured
+        self.late = -1  # how many updates there were since what the last contribution was computed from; -1: unknown
         self.encoded, self.keeps, self.digest = self.raw, real.keeps, real.digest
 
     @property
@@ -115,15 +117,14 @@ class NamedShard:
 
     def take(self, payload: NamedBuffer, weight: float, base: int | None = None, at: int = 0) -> None:
         assert at not in self.parts, f"{self.server.node.name}: shard {self.shard.index}: part {at} is there"
-        payload.content = server_checks.decoded(self.server, self.shard.index, payload.content)
         self.parts[at] = payload
-        self.real.take(self._filled(payload.content), weight, base, at)
+        self.real.take(_came(self, payload, base), weight, base, at)
 
     def add(self, payload: NamedBuffer, weight: float, base: int | None = None) -> None:
-        payload.content = server_checks.decoded(self.server, self.shard.index, payload.content)
+        came = _came(self, payload, base)
         self.parts[0].add_(payload)
         payload.release()
-        self.real.add(self._filled(payload.content), weight, base)
+        self.real.add(came, weight, base)
 
     def merge(self, left: int, right: int) -> None:
         self.real.merge(left, right)
@@ -150,6 +151,8 @@ class NamedShard:
 
     def apply(self, update: Apply) -> tuple[Any, int] | None:
         server_checks.check_applied(self.server, self.shard.index, update)
+        rated = self.late >= 0 and getattr(self.server.job.sync, "scale_by_staleness", False)
+        assert not rated or update.rate == 1.0 / max(1, self.late), f"rate {update.rate} after {self.late} updates"
         part, left = self.parts.pop(0), self.real.apply(update)
         self.master = self._next(part, update)
         self._keep(update.version, update.oldest, update.pinned)
@@ -195,7 +198,7 @@ class NamedShard:
         content, named = self.wire[version], NamedBuffer(self.wire[version])
         content = content.content if isinstance(content, Mean) else content
         if content is not None and not isinstance(content, State):
-            named.real = self.real.encoded(version)[1], self._of(content)
+            named.real = self.real.raw(version)[1], self._of(content)
             assert named.content is not None
         return 0, named, NBYTES
 
@@ -227,13 +230,48 @@ class NamedShard:
 
     def _record(self, master: Content, wires: dict[int, Content], version: int, clocks: Sequence[int]) -> ShardRecord:
         """What these names stand for."""
-        moments, numbers = self._floats.moments(name_of(master))
+        averaged = self.measured and self.server.job.average is not None
+        moments, numbers = self._floats.moments(name_of(master), averaged=averaged)
         arrays = {"master": self._of(master), **moments, **self._earlier(wires)}
         plain = {name: array.clone().numpy() for name, array in arrays.items()}
         return ShardRecord(self.shard.index, version, plain, dict(numbers), tuple(clocks))
 
     def _earlier(self, wires: dict[int, Content]) -> dict[str, torch.Tensor]:
         return {f"wire-{kept}": self._of(content) for kept, content in wires.items()}
+
+
+def _came(self: NamedShard, payload: NamedBuffer, base: int | None) -> Buffer:
+    """The floats of a contribution; its payload has the name that is to be added. `base`: see `compensate`."""
+    payload.content = content = server_checks.decoded(self.server, self.shard.index, payload.content)
+    came, seen, newest = self._filled(content), getattr(content, "seen", None), max(self.wire, default=-1)
+    self.late = -1 if seen is None or not self.measured else 0 if base is None else newest - base
+    if self.late >= 0 and (then := self.wire.get(newest - self.late)) is not None:
+        assert (then, name_of(then)) == (seen, name_of(seen)), f"it was not computed from {newest - self.late}"
+        if base is not None:
+            names = name_of(content), name_of(self.master), name_of(then)
+            payload.content = NamedSet(content, contents.combine(*names, 83))
+            self._floats.compensated(payload.content.name, *names, self._config.compensation)
+    return came
+
+
+def _nothing(self: NamedShard, version: int) -> tuple[int, Any, int]:
+    """Nothing but that it exists."""
+    return 0, NamedBuffer(self.wire[version]), int(self.real.raw(version)[2])
+
+
+class NamedWords(NamedShard, StreamedShard):  # type: ignore[misc]  # (who asks for words looks whether it is one)
+    """The same for streamed parameters."""
+
+    raw = _nothing
+
+    def words(self, version: int, first: int, count: int) -> tuple[Any, Any]:
+        """These words of a kept version; of none its name alone."""
+        (buffer, words), floats = self.real.words(version, first, count), self._of(self.wire[version])
+        same = torch.equal(torch.frombuffer(words, dtype=torch.float32), floats[first : first + count])
+        assert same, f"words of shard {self.shard.index} at version {version} have other floats"
+        named = NamedBuffer(self.wire[version]).retain()
+        named.real, named.nbytes = (buffer, floats[:0]), 4 * count
+        return named, named
 
 
 class NamedRows(NamedShard, OwnedRows):  # type: ignore[misc, override]  # (who asks for rows looks whether it is one)
@@ -267,9 +305,7 @@ class NamedRows(NamedShard, OwnedRows):  # type: ignore[misc, override]  # (who 
     def _payload(self, content: Content, update: Apply) -> torch.Tensor:
         return self._encoded_rows(None if update.scale is None else content)
 
-    def raw(self, version: int) -> tuple[int, Any, int]:
-        """Nothing but that it exists."""
-        return 0, NamedBuffer(self.wire[version]), int(self.real.raw(version)[2])
+    raw = _nothing
 
     def rows(self, version: int, ids: torch.Tensor) -> tuple[Any, int]:
         """These rows of a kept version; of none its name alone."""

@@ -22,11 +22,11 @@ from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.names import NBYTES, TOKEN, payload_of
 from rallypoint.testing.simulation.network import Node, PlayedThread, World
-from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
+from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, name_of
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas
 from rallypoint.testing.simulation.replicas.evaluations import SimulatedEvaluations
 from rallypoint.testing.simulation.replicas.floats import ROWS
-from rallypoint.testing.simulation.replicas.forward import SimulatedForward
+from rallypoint.testing.simulation.replicas.forward import SimulatedForward, SimulatedWords
 from rallypoint.testing.simulation.replicas.inner import InnerOptimizers
 from rallypoint.testing.simulation.replicas.script import Script
 from rallypoint.testing.simulation.store import SimulatedStore
@@ -61,6 +61,7 @@ class SimulatedWorker:
         self._captured = ""  # the last snapshot that was asked for
         self._replicas = (DelayedReplicas if job.delayed else InnerOptimizers)(name, job)
         self._forward = SimulatedForward(self.exchange, self._thread, self.install_s)
+        self._streamed = SimulatedWords(self.exchange, self._thread, self.install_s)
         self.membership = SimulatedMembership(
             self.node, "worker", self._on_message, self._on_admitted, beat=self.exchange.beat
         )
@@ -75,10 +76,10 @@ class SimulatedWorker:
         """Has it said that it is done, and is that still so?"""
         return self._claim is not None and self._claim == self.shell.ending.reached
 
-    @property
-    def fetched(self) -> int:
-        """Versions that it has asked for."""
-        return self.exchange.fetched
+    def story(self) -> str:
+        """What it waits for, where the job is stuck."""
+        machine, name = self.machine, self.node.name
+        return f"{name}: replica {self.replica}, next {machine.next_action()}, missing {machine.missing}, {machine}"
 
     # ---- the coordinator's words ----
 
@@ -245,12 +246,15 @@ class SimulatedWorker:
         finally:
             self.replica, self.exchange.rows.in_micro = -1, False
         self.membership.send(protocol.Report(step, replica, 0.0, 1.0, 1, self.node.world.now - began, generation))
+        if digests := self.exchange.replica.contributions.take():
+            self.membership.send(protocol.Contributed(step, replica, 0.0, digests, generation))
 
     def _passes(self, step: int, replica: int, generation: ViewNumber) -> None:
         early = self.exchange.forward.begin(step, replica)
         ahead = self._replicas.begin(step, replica, generation)
         wanted = {shard: self._asked(ids, replica) for shard, ids in self.job.looked_up(step, replica).items()}
         rows = self.exchange.rows.pull(wanted) if wanted else {}
+        read = {shard: self._tokens.of(data[:TOKEN]) for shard, data in rows.items()} | self._streamed.pull()
         if early:
             self._forward.run(self.model)
         if ahead:
@@ -261,7 +265,7 @@ class SimulatedWorker:
         for shard in due:
             if shard == due[-1] and self._script.stops(step, replica):
                 self.exchange.end.wait_until_known()  # it holds the last shard back until all know
-            self._fill(shard, step, replica, rows)
+            self._fill(shard, step, replica, read)
         self.exchange.check()
         self._replicas.made(step, replica, self.model)
         self.exchange.replica.computed()
@@ -271,21 +275,25 @@ class SimulatedWorker:
         asked.of = self.machine.step, replica
         return asked, NBYTES
 
-    def _fill(self, shard: int, step: int, replica: int, rows: dict[int, bytearray]) -> None:
+    def _fill(self, shard: int, step: int, replica: int, read: dict[int, Content]) -> None:
         claimed = self.exchange.replica.claim(shard)
         if claimed:
+            self.exchange.memory.words(shard).zero_()  # of a streamed shard: there is memory from now on
             self.exchange.spoil(shard)
         self._work(self.job.compute_s / self.job.shards)
-        if not claimed:
+        if not claimed and not self.exchange.replica.contributions.active:
             return
-        tables = self.job.table_shards
         seen = [
-            content if of not in tables else self._tokens.of(rows[of][:TOKEN]) if of in rows else self.job.nothing
+            content if of not in self.job.absent else read.get(of, self.job.nothing)
             for of, content in enumerate(self.model)
         ]
         content = self._replicas.contribution(shard, step, replica, seen)
+        self.exchange.contributed = name_of(content)
+        if not claimed:
+            self.exchange.replica.not_needed(shard, torch.empty(0))
+            return
         _, whole = self.job.flags(shard, self.job.cadence.updates_before(shard, step), replica)
-        if shard in tables:
+        if shard in self.job.table_shards:
             values = torch.frombuffer(payload_of(self._tokens, content), dtype=torch.float32).view(ROWS, -1)
             values[-1, -1] = 0.0 if whole else torch.nan
             place = torch.arange(ROWS, device="cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rallypoint.core.policy import BoundedStaleness, LocalSteps
 from rallypoint.core.shard.effects import Apply, Finish, Reply
@@ -40,6 +40,9 @@ def check_while_it_runs(server: SimulatedServer) -> None:
         owned.step = finish.step
         return measured(owned, finish)
 
+    if (prints := parts.fingerprints) is not None:
+        applied = prints.applied
+        cast(Any, prints).applied = lambda shard, version, held: applied(shard, version, held.real)
     for owner, name, checked in (
         (parts.followers, "publish", published), (parts.followers, "reply", replied),
         (parts.decisions, "measured", looked), (parts.tickets, "issue", issued),

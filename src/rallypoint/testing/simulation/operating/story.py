@@ -36,7 +36,7 @@ class StoryLine(NamedTuple):
 
 def explain(plan: Plan) -> list[str]:
     """What is wrong with this plan, and what led to it; or its faults, if all is well."""
-    found = _failed(plan)
+    found = _play(Simulation(plan))
     if found is None:
         return ["all is well", *described(plan)]
     fewer = shrunk(plan, found)
@@ -73,7 +73,7 @@ def shrunk(plan: Plan, failed: SimulationFailed) -> Plan:
     while True:
         for start in range(0, len(left.faults), size):
             fewer = replace(left, faults=left.faults[:start] + left.faults[start + size :])
-            again = _failed(fewer) if len(fewer.faults) < len(left.faults) else None
+            again = _play(Simulation(fewer)) if len(fewer.faults) < len(left.faults) else None
             if again is not None and _said(again) == said:
                 left = fewer
                 break
@@ -81,10 +81,6 @@ def shrunk(plan: Plan, failed: SimulationFailed) -> Plan:
             if size == 1:
                 return left
             size //= 2
-
-
-def _failed(plan: Plan) -> SimulationFailed | None:
-    return _play(Simulation(plan))
 
 
 def _play(simulation: Simulation) -> SimulationFailed | None:

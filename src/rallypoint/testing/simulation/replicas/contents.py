@@ -22,10 +22,11 @@ class NamedSet(frozenset[Any]):
     """What was contributed to something; its floats follow from its name (from how it was made)."""
 
     name: int
+    seen: Any  # of one contribution where servers compensate delays: what it was computed from
 
-    def __new__(cls, of: Iterable[Any] = (), name: int = 0) -> NamedSet:
+    def __new__(cls, of: Iterable[Any] = (), name: int = 0, seen: Any = None) -> NamedSet:
         made = super().__new__(cls, of)
-        made.name = name
+        made.name, made.seen = name, seen
         return made
 
 
@@ -167,12 +168,12 @@ class AuditedJob:
 
 def layout_of(
     count: int, buffers: Collection[int], tables: Sequence[int], groups: Sequence[int], carried: int = 0,
-    scale: int = -1,
+    scale: int = -1, named: Collection[int] = (),
 ) -> Layout:  # fmt: skip
     """Return a layout of `count` shards of 16 words, those of parameters in these optimizer groups, one after another.
 
     `buffers` and `tables` are shards: buffers, and the parts of a table. The last of them are what so many replicas
-    carry, a shard each. One has the loss `scale`.
+    carry, a shard each. One has the loss `scale`. The tensors of buffers have names, and those of the `named` shards.
     """
     of = [-1 if i in buffers else groups[i % len(groups)] for i in range(count)]
     for replica in range(carried):
@@ -183,10 +184,10 @@ def layout_of(
         for i, group in enumerate(of)
     )
     specs = (TensorSpec("table", (ROWS * len(tables), COLUMNS), "float32", 0),) if tables else ()
-    named = {i: (f"buffer {i}", 16) for i in buffers} | {scale: (ENTRY, 2)}
+    names = {i: (f"tensor {i}", 16) for i in named} | {i: (f"buffer {i}", 16) for i in buffers} | {scale: (ENTRY, 2)}
     entries = tuple(
         Entry(TensorSpec(name, (words,), "float32", of[i]), 16 * i, 16 * i + 16)
-        for i, (name, words) in sorted(named.items()) if i >= 0
+        for i, (name, words) in sorted(names.items()) if i >= 0
     )  # fmt: skip
     return Layout(entries, shards, 16 * count, "simulated", specs)
 

@@ -70,11 +70,6 @@ class SimulatedEvaluations:
         self._send(self._told[-1])
 
 
-def due(job: SimulatedJob, version: int) -> bool:
-    """Is an evaluation due with that version?"""
-    return job.every > 0 and is_due(job.every, version, version - 1, ends=version == job.end)
-
-
 def check_evaluations(
     job: SimulatedJob, outcome: Outcome, coordinator: SimulatedCoordinator | None, events: Iterable[str]
 ) -> None:
@@ -83,7 +78,8 @@ def check_evaluations(
     It may have none if the servers that kept the version are lost, and the job goes on from a later snapshot. And what
     the lead has evaluated without a lease is lost if it dies before the coordinator hears of it.
     """
-    right = {v: figure_of(job.trajectory[v]) for v in range(1, job.end + 1) if due(job, v)}
+    ends = range(1, job.end + 1) if job.every else ()
+    right = {v: figure_of(job.trajectory[v]) for v in ends if is_due(job.every, v, v - 1, ends=v == job.end)}
     wrong = [(step, figure) for step, figure in outcome.evaluated if right.get(step) != figure]
     assert not wrong, f"evaluated to something else: {wrong}"
     missing = right.keys() - {step for step, _ in outcome.evaluated}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from rallypoint.config import JobConfig
+from rallypoint.core.optimizer import EMA, Average, takes
 from rallypoint.core.shard.effects import Apply
 from rallypoint.optim import RowsOptimizer, ShardOptimizer
+from rallypoint.store.record import AVERAGE, AVERAGED
 
 WORDS = 16  # of a shard
 ROWS, COLUMNS = 4, 4  # of a part of a table
@@ -23,6 +26,7 @@ class Floats:
 
     _known: dict[int, torch.Tensor] = field(default_factory=dict)
     _moments: dict[int, tuple[dict[str, torch.Tensor], dict[str, float]]] = field(default_factory=dict)
+    _averages: dict[int, tuple[torch.Tensor, float]] = field(default_factory=dict)  # with the number of versions in it
     _rows: dict[int, int] = field(default_factory=dict)  # of a table: a gradient's rows, as bits; those of the last one
     _optimizers: dict[tuple[int, bool], ShardOptimizer | RowsOptimizer] = field(default_factory=dict)
 
@@ -49,9 +53,18 @@ class Floats:
         if name not in self._known:
             self._known[name] = torch.tensor([*values, *[0.0] * (WORDS - len(values))], device="cpu")
 
-    def moments(self, name: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """What the optimizer has beside these parameters: see `ShardOptimizer.state`."""
-        return self._moments.get(name, ({}, {}))
+    def moments(self, name: int, *, averaged: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """What servers have beside these parameters: see `ShardOptimizer.state`, and `ShardAverage.state`."""
+        arrays, numbers = self._moments.get(name, ({}, {}))
+        if averaged:
+            average, count = self._averages.get(name, (self.of(name), 0.0))
+            return arrays | {AVERAGE: average}, numbers | {AVERAGED: count}
+        return arrays, numbers
+
+    def compensated(self, name: int, gradient: int, now: int, then: int, factor: float) -> None:
+        """`name` is a gradient that was computed from other parameters: see `OwnedShard.compensate`."""
+        late, moved = self.of(gradient), self.of(now) - self.of(then)
+        self._known.setdefault(name, torch.addcmul(late, moved * late, late, value=factor))
 
     def sum(self, name: int, left: int, right: int) -> int:
         """`name` is a node of the tree."""
@@ -60,13 +73,8 @@ class Floats:
         self._known.setdefault(name, self.of(left) + self.of(right))
         return name
 
-    def mean(self, name: int, total: int, weight: float) -> int:
-        """`name` is the mean of contributions of this weight."""
-        self.scaled(name, total, 1.0 / weight)
-        return name
-
     def scaled(self, name: int, finished: int, scale: float) -> None:
-        """`name` is a gradient that was clipped, or (1.0) a copy."""
+        """`name` is a gradient that was clipped, or a mean, or (1.0) a copy."""
         if finished in self._rows:
             self._rows[name] = self._rows[finished]
         self._known.setdefault(name, self.of(finished) * scale)
@@ -90,3 +98,15 @@ class Floats:
         moments, numbers = optimizer.state()
         self._known[name] = optimizer.master.view(-1).clone()
         self._moments[name] = {key: of.reshape(-1).clone() for key, of in moments.items()}, numbers
+        if config.average is not None:
+            before = self._averages.get(master, (self.of(master), 0.0))
+            self._averages[name] = _averaged(config.average, self._known[name], *before, update.step + 1)
+
+
+def _averaged(spec: Average, new: torch.Tensor, average: torch.Tensor, count: float, update: int) -> Any:
+    """The average of so many versions, after an update with this number has made `new`."""
+    if not takes(spec, update):
+        return average, count
+    if isinstance(spec, EMA):
+        return torch.lerp(average, new, 1.0 - spec.decay) if count else new, count + 1
+    return average + (new - average) / (count + 1) if count else new, count + 1

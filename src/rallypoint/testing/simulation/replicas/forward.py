@@ -1,14 +1,19 @@
-"""A simulated forward pass that begins before all of its version is here: it swaps shard after shard into the model."""
+"""Simulated forward passes that begin before all of their version is here, and those that pull streamed parameters."""
 
 from __future__ import annotations
 
+from rallypoint.net.pool import bytes_of
 from rallypoint.testing.simulation.exchange import SimulatedExchange
+from rallypoint.testing.simulation.names import TOKEN
 from rallypoint.testing.simulation.network import PlayedThread
 from rallypoint.testing.simulation.replicas.contents import Content
+from rallypoint.testing.simulation.replicas.floats import WORDS
+from rallypoint.worker.exchange.arrivals import Range
+from rallypoint.worker.exchange.locked import Rewound
 
 
 class SimulatedForward:
-    """One worker's forward passes that begin early."""
+    """One worker's forward passes that begin early: they swap shard after shard into the model."""
 
     _early_share = 0.8  # of all steps, those that may begin early
 
@@ -55,3 +60,35 @@ class SimulatedForward:
         for shard, content in self._job.dense(model):
             own = self._job.cadence.updates_before(shard, self._exchange.shell.machine.step)
             self._job.check_version(shard, own, content)
+
+
+class SimulatedWords:
+    """One worker's pulls of streamed parameters, forward and backward: each shard comes in two pieces."""
+
+    def __init__(self, exchange: SimulatedExchange, thread: PlayedThread, shard_s: float) -> None:
+        """A pass takes at most `shard_s` seconds for each shard."""
+        self._exchange, self._thread, self._shard_s = exchange, thread, shard_s
+
+    def pull(self) -> dict[int, Content]:
+        """The parameters of the step in progress. Raises Rewound when they cannot be had any more."""
+        exchange, found = self._exchange, dict[int, Content]()
+        random, words = exchange.node.world.random, exchange.words
+        for shards in 2 * [sorted(exchange.job.absent)] if exchange.job.streamed else ():
+            random.shuffle(shards)
+            cuts = {shard: random.choice((2, 6, 8, 14)) for shard in shards}
+            asked = [
+                words.ask((Range(shard, 0, cut, 0), Range(shard, cut, WORDS - cut, cut)), newest=False)
+                for shard, cut in cuts.items()
+            ]
+            try:
+                for (shard, cut), pulled in zip(cuts.items(), asked, strict=True):
+                    self._thread.sleep(self._shard_s * random.random())
+                    if not words.wait(pulled, unwinds=True):
+                        raise Rewound
+                    for at in (0, cut):
+                        name = exchange.node.world.tokens.of(bytes_of(pulled.values[at:])[:TOKEN])
+                        assert found.setdefault(shard, name) == name, f"shard {shard} changes within a step"
+            finally:
+                for pulled in asked:
+                    words.drop(pulled)
+        return found
