@@ -138,7 +138,7 @@ class SimulatedExchange(Exchange):
         """Whoever waits can say for what (I8), unless nothing is assigned to him."""
         what = "nothing" if ready() else describe()
         idle = not what and self._shell.machine.view is not None and not self._shell.machine.takes_part
-        assert idle or what, f"{self.me} waits for nothing"
+        assert idle or (what and not what.endswith(": ")), f"{self.me} waits for {what or 'nothing'}"
         self._wait(ready, describe)
 
     def _slot(self, shard: int) -> memoryview:

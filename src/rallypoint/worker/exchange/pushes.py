@@ -616,9 +616,10 @@ class ReplicaPushes:
         self._pushes.begin(weight, finite)
 
     def _where_full(self) -> str:
-        machine = self._locked.machine
-        unsent = machine.slots.unsent
-        return f"room for {len(unsent)} gradients: {self._links.describe(unsent, self._locked.shell.view.primary)}"
+        held = self._locked.machine.slots
+        busy = held.unsent or [shard for shard, slot in enumerate(held) if slot is slots.Slot.LANDING]
+        what = f"room for {len(busy)} gradients" if held.unsent else "versions that arrive where gradients belong"
+        return f"{what}: {self._links.describe(busy, self._locked.shell.view.primary)}"
 
     def filled(self, shard: int) -> None:
         """The slot holds the replica's whole gradient: push it, or add it up with others of this worker (I3)."""
