@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,32 @@ def test_a_place_that_cannot_be_written_is_named(run: Path, tmp_path: Path, endi
     with pytest.raises(SnapshotFailed, match=f"m.{ending} cannot be written"):
         export_snapshot(str(run), tmp_path / "file" / f"m.{ending}")
     assert not list(run.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+def test_a_power_cut_leaves_the_file_before_or_the_whole_new_one(
+    run: Path, tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are on the disk before it gets its name, and its name before anybody is told of it."""
+    to, told = tmp_path / f"m.{ending}", list[tuple[str, Path, int]]()
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        told.append(("on the disk", Path(f"/proc/self/fd/{descriptor}").readlink(), os.fstat(descriptor).st_size))
+
+    def renamed(old: Path, new: Path) -> None:
+        told.append(("renamed", Path(old), os.stat(old).st_size))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    export_snapshot(str(run), to)
+    (_, partial, size), *_ = told
+    assert [what for what, _, _ in told] == ["on the disk", "renamed", "on the disk"]
+    assert told[1] == ("renamed", partial, size)
+    assert size == to.stat().st_size
+    assert told[2][1] == tmp_path
 
 
 class Tied(torch.nn.Module):

@@ -90,7 +90,7 @@ class Files:
             raise
         finally:
             self._buffers.append(buffer)
-        _sync_folder(self._full(folder))
+        sync_to_disk(self._full(folder))
 
     def get(self, path: str, start: int | None = None, stop: int | None = None) -> bytes:
         """Return the bytes `start..stop` of a file, or all of it; fewer where the file ends earlier.
@@ -133,7 +133,7 @@ class Files:
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._full(path))
             if self._local:
-                _sync_folder(self._full(path).rpartition("/")[0])
+                sync_to_disk(self._full(path).rpartition("/")[0])
 
     def remove_folder(self, folder: str) -> None:
         """Remove a folder with everything in it. Does nothing when there is none."""
@@ -158,12 +158,12 @@ class Files:
         for path in reversed(new):
             path.mkdir(mode=0o700, exist_ok=True)  # a model's weights are their owner's
         for path in new:
-            _sync_folder(str(path.parent))
+            sync_to_disk(str(path.parent))
 
 
-def _sync_folder(full: str) -> None:
-    """Flush a folder to the disk: it holds the names of its files."""
-    descriptor = os.open(full, os.O_RDONLY | os.O_DIRECTORY)
+def sync_to_disk(full: str) -> None:
+    """Flush a file to the disk, or a folder: it holds the names of its files."""
+    descriptor = os.open(full, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
