@@ -429,8 +429,9 @@ class SnapshotStore:
         try:
             yield
         except OSError as error:
-            if snapshot_id and (isinstance(error, FileNotFoundError) or error.errno == errno.EIO):
-                found = "it is missing" if isinstance(error, FileNotFoundError) else _reason(error)
+            missing = isinstance(error, FileNotFoundError)  # (s3fs says EIO of every answer that it does not know)
+            if snapshot_id and (missing or (error.errno == errno.EIO and self._files.local)):
+                found = "it is missing" if missing else _reason(error)
                 raise DamagedSnapshot(_damage(snapshot_id, file, found)) from None
             where = self._files.where(f"{snapshot_id}/{file}".strip("/"))
             raise StoreSilent(f"{where} cannot be read: {_reason(error)}") from None
