@@ -21,6 +21,7 @@ from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
 from rallypoint.core.modes import Feature
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed
 from rallypoint.store.export import export_snapshot, model_state, optimizer_state
+from rallypoint.store.files import Files
 from rallypoint.store.manifest import Manifest, snapshot_id
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
@@ -211,6 +212,25 @@ def test_the_best_snapshot_is_the_first_with_the_best_figure(tmp_path: Path, bes
     said = export_snapshot(str(tmp_path), tmp_path / "best.safetensors", best=True)
     assert f"of {snapshot_id(version, 1)} to" in said
     assert "is the best of 4 snapshots that are kept" in said
+
+
+def test_a_store_that_does_not_answer_is_not_asked_for_the_second_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, read = SnapshotStore(str(tmp_path)), Files.get
+    for at, loss in ((1, 1.0), (2, 2.0)):
+        found = take(store, at, metrics={"loss": loss})
+        config = {**found.record["config"], "evaluation": {"keep_best": "loss", "best_is": "min"}}
+        store.amend(msgspec.structs.replace(found, record={**found.record, "config": config}))
+
+    def fails(at: Files, path: str, *span: int) -> bytes:
+        if path.startswith(snapshot_id(1, 1)):
+            raise TimeoutError("timed out")
+        return read(at, path, *span)
+
+    monkeypatch.setattr(Files, "get", fails)
+    with pytest.raises(SnapshotError, match=r"step-00000001-1/manifest\.json cannot be read: timed out"):
+        export_snapshot(str(tmp_path), tmp_path / "best.safetensors", best=True)
 
 
 def test_a_job_that_keeps_no_best_snapshot_is_told_how(tmp_path: Path) -> None:

@@ -245,11 +245,15 @@ class SnapshotStore:
         return any(map(self._is_committed, self._folders()))
 
     def manifests(self) -> list[Manifest]:
-        """Return all committed snapshots whose manifest can be read, oldest first."""
+        """Return all committed snapshots but damaged ones and those of another format, oldest first."""
         found = []
         for snapshot_id in self._folders():
-            with contextlib.suppress(SnapshotError):  # no manifest, a damaged one, or one of another format
+            try:
                 found.append(self.load(snapshot_id))
+            except StoreSilent:  # it may be the best, or the newest
+                raise
+            except SnapshotError:
+                continue
         return found
 
     def load(self, snapshot_id: str) -> Manifest:
