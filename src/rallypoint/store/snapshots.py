@@ -211,10 +211,7 @@ class SnapshotStore:
         return True
 
     def discard(self, snapshot_id: str) -> None:
-        """Delete a snapshot, or an attempt at one.
-
-        The manifest goes first, so a half-deleted snapshot is not committed.
-        """
+        """Delete a snapshot, or an attempt at one: first the manifest, so a half-deleted one is not committed."""
         _check_names(snapshot_id)
         with self._deleting(snapshot_id):
             self._files.remove(f"{snapshot_id}/{_MANIFEST}")
