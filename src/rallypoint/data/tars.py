@@ -223,8 +223,8 @@ def _check_member(info: tarfile.TarInfo, tar_name: str) -> None:
             f"{tar_name} has a member whose name is not UTF-8 ({raw!r}): write it with another name"
         ) from None
     if info.issparse() or info.islnk():
-        what, without = ("hard link", "with --hard-dereference") if info.islnk() else ("sparse file", "without --sparse")
-        raise DataError(f"{tar_name} has {info.name} as a {what}, without all of its bytes: write the tar {without}")
+        what, how = ("hard link", "with --hard-dereference") if info.islnk() else ("sparse file", "without --sparse")
+        raise DataError(f"{tar_name} has {info.name} as a {what}, without all of its bytes: write the tar {how}")
 
 
 _MOST_INDEX_BYTES = 8 << 30

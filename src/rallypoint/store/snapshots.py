@@ -431,7 +431,7 @@ class SnapshotStore:
             yield
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)  # (s3fs says EIO of every answer that it does not know)
-            if snapshot_id and (missing or (error.errno == errno.EIO and self._files.local)):
+            if snapshot_id and (missing or (error.errno == errno.EIO and self._files.on_disks)):
                 found = "it is missing" if missing else _reason(error)
                 raise DamagedSnapshot(_damage(snapshot_id, file, found)) from None
             where = self._files.where(f"{snapshot_id}/{file}".strip("/"))
