@@ -96,6 +96,16 @@ def test_going_on_from_a_checkpoint_is_refused_with_what_to_do() -> None:
         trainer.train("checkpoint-20")
 
 
+def test_a_process_that_would_read_the_first_batches_again_is_refused() -> None:
+    from transformers import TrainingArguments
+
+    from rallypoint.bridges.huggingface import RallypointTrainer
+
+    args = TrainingArguments("out", report_to=[], use_cpu=True, ignore_data_skip=True)
+    with pytest.raises(ConfigError, match="does not support ignore_data_skip"):
+        RallypointTrainer(torch.nn.Linear(1, 1), args).train()
+
+
 def test_accelerate_prepares_a_wrapped_optimizer() -> None:
     """As for one process: of its distributed types none is Rallypoint's."""
     from accelerate import Accelerator

@@ -6,6 +6,7 @@ import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,23 @@ def test_a_gpu_is_named_by_its_number_each_process_s_own(monkeypatch: pytest.Mon
     assert RallypointStrategy().root_device == torch.device("cuda", 0)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert RallypointStrategy().root_device == torch.device("cuda", 3)
+
+
+def test_a_loader_that_is_made_again_leaves_out_batches_in_the_epoch_of_the_restart_only() -> None:
+    """``Trainer(reload_dataloaders_every_n_epochs=1)`` in a process that began in mid-epoch."""
+    from lightning.pytorch.trainer.states import TrainerFn
+
+    from rallypoint.bridges.lightning import RallypointStrategy
+
+    strategy = RallypointStrategy("cpu")
+    strategy._job, strategy._epoch, strategy._skip = SimpleNamespace(started=2), 1, 3
+    read = {}
+    for epoch in (1, 2):
+        trainer = SimpleNamespace(training=True, state=SimpleNamespace(fn=TrainerFn.FITTING), current_epoch=epoch)
+        strategy._lightning_module = SimpleNamespace(trainer=trainer)
+        loader = strategy.process_dataloader(torch.utils.data.DataLoader(list(range(40)), batch_size=2))
+        read[epoch] = [int(batch[0]) for batch in loader]
+    assert read == {1: [12, 16, 20, 24, 28, 32, 36], 2: [0, 4, 8, 12, 16, 20, 24, 28, 32, 36]}
 
 
 def _fit_with(job: Any, folder: Path, more: dict[str, Any]) -> None:

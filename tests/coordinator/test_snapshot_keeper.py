@@ -21,7 +21,7 @@ from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
 from rallypoint.core.protocol import Stored
 from rallypoint.errors import DamagedSnapshot, SnapshotError
 from rallypoint.store import files
-from rallypoint.store.files import end_threads
+from rallypoint.store.files import StoreSilent, end_threads
 from rallypoint.store.manifest import snapshot_id
 from rallypoint.store.snapshots import Retention, SnapshotStore
 
@@ -129,6 +129,16 @@ def test_late_metrics_belong_to_the_newest_attempt_at_their_version(tmp_path: Pa
     keeper.keeper.do(AddFigures(20, {"loss": 0.5}, 20))
     end_threads(keeper.keeper.stop())
     assert [manifest.metrics for manifest in store.manifests()] == [{}, {"loss": 0.5}]
+
+
+def test_late_metrics_that_cannot_be_stored_do_not_end_the_job(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart of the coordinator it looks in the store for the snapshot of that version."""
+    monkeypatch.setattr(SnapshotStore, "manifests", broken(StoreSilent("it does not answer")))
+    keeper.keeper.do(AddFigures(20, {"loss": 0.5}, 10))
+    assert keeper.find() == SnapshotFound("")
+    assert keeper.said == ["the figures of step 20 could not be stored: it does not answer"]
 
 
 def test_a_snapshot_that_lacks_a_part_is_not_committed(keeper: Keeper) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
 from rallypoint.core.modes import Feature
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed
 from rallypoint.store.export import export_snapshot, model_state, optimizer_state
+from rallypoint.store.files import Files
 from rallypoint.store.manifest import Manifest, snapshot_id
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
@@ -212,6 +214,25 @@ def test_the_best_snapshot_is_the_first_with_the_best_figure(tmp_path: Path, bes
     assert "is the best of 4 snapshots that are kept" in said
 
 
+def test_a_store_that_does_not_answer_is_not_asked_for_the_second_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, read = SnapshotStore(str(tmp_path)), Files.get
+    for at, loss in ((1, 1.0), (2, 2.0)):
+        found = take(store, at, metrics={"loss": loss})
+        config = {**found.record["config"], "evaluation": {"keep_best": "loss", "best_is": "min"}}
+        store.amend(msgspec.structs.replace(found, record={**found.record, "config": config}))
+
+    def fails(at: Files, path: str, *span: int) -> bytes:
+        if path.startswith(snapshot_id(1, 1)):
+            raise TimeoutError("timed out")
+        return read(at, path, *span)
+
+    monkeypatch.setattr(Files, "get", fails)
+    with pytest.raises(SnapshotError, match=r"step-00000001-1/manifest\.json cannot be read: timed out"):
+        export_snapshot(str(tmp_path), tmp_path / "best.safetensors", best=True)
+
+
 def test_a_job_that_keeps_no_best_snapshot_is_told_how(tmp_path: Path) -> None:
     take(SnapshotStore(str(tmp_path)), 3)
     with pytest.raises(SnapshotError, match=r"train it with --set evaluation\.keep_best=val_loss"):
@@ -273,6 +294,32 @@ def test_a_place_that_cannot_be_written_is_named(run: Path, tmp_path: Path, endi
     with pytest.raises(SnapshotFailed, match=f"m.{ending} cannot be written"):
         export_snapshot(str(run), tmp_path / "file" / f"m.{ending}")
     assert not list(run.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+def test_a_power_cut_leaves_the_file_before_or_the_whole_new_one(
+    run: Path, tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are on the disk before it gets its name, and its name before anybody is told of it."""
+    to, told = tmp_path / f"m.{ending}", list[tuple[str, Path, int]]()
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        told.append(("on the disk", Path(f"/proc/self/fd/{descriptor}").readlink(), os.fstat(descriptor).st_size))
+
+    def renamed(old: Path, new: Path) -> None:
+        told.append(("renamed", Path(old), os.stat(old).st_size))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    export_snapshot(str(run), to)
+    (_, partial, size), *_ = told
+    assert [what for what, _, _ in told] == ["on the disk", "renamed", "on the disk"]
+    assert told[1] == ("renamed", partial, size)
+    assert size == to.stat().st_size
+    assert told[2][1] == tmp_path
 
 
 class Tied(torch.nn.Module):

@@ -23,6 +23,7 @@ from samples import LAYOUT, records, same, take
 
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
 from rallypoint.store import files, snapshots
+from rallypoint.store.files import StoreSilent
 from rallypoint.store.manifest import Compression, checksum_of, encode_manifest, snapshot_id
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.snapshots import FILE_S, Retention, SnapshotStore, WritePace
@@ -457,6 +458,28 @@ def test_a_read_error_that_stays_is_damage(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(DamagedSnapshot, match="Input/output error"):
         store.verify(manifest)
     assert disk.reads == 3
+
+
+@pytest.mark.parametrize("of", ["latest", "manifest.json", ".shards"])
+def test_a_read_error_of_a_store_is_no_damage(monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    """s3fs makes EIO of answers that it has no number for, as MinIO's SlowDownRead or a gateway's 502."""
+    store, read = SnapshotStore(f"memory://busy{of}"), MemoryFileSystem.cat_file
+    take(store, 1)
+    newest = take(store, 2)
+    with monkeypatch.context() as busy:
+
+        def fails(fs: MemoryFileSystem, path: str, **options: Any) -> Any:
+            if path.endswith(of):
+                raise OSError(errno.EIO, "Resource requested is unreadable, please reduce your request rate")
+            return read(fs, path, **options)
+
+        busy.setattr(MemoryFileSystem, "cat_file", fails)
+        busy.setattr(files, "READ_AGAIN_S", (0.0, 0.0))
+        with pytest.raises(StoreSilent, match="reduce your request rate"):
+            store.latest_usable(pytest.fail)
+    found = store.latest_usable(pytest.fail)
+    assert found is not None
+    assert found.id == newest.id
 
 
 def test_bytes_with_a_wrong_checksum_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ class RallypointTrainer(Trainer):  # type: ignore[misc]
         for unsupported, what in (
             (self.args.fp16, "fp16"), (self.is_fsdp_enabled, "fsdp"), (self.is_deepspeed_enabled, "deepspeed"),
             (self.args.auto_find_batch_size, "auto_find_batch_size"), (self.args.n_gpu > 1, "several GPUs a process"),
+            (self.args.ignore_data_skip, "ignore_data_skip"),  # a process that is started again would read others
         ):  # fmt: skip
             if unsupported:
                 raise ConfigError(f"RallypointTrainer does not support {what}: leave it out (bf16 works)")

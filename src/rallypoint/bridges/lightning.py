@@ -117,8 +117,8 @@ class RallypointStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             shuffled=isinstance(dataloader.sampler, RandomSampler), seed=self._seed,
         )  # fmt: skip
         self._batch = dataloader.batch_size
-        sampler.replica, sampler.skip = self.global_rank, self._skip * dataloader.batch_size
-        sampler.set_epoch(self._epoch)
+        sampler.replica, sampler.epoch = self.global_rank, trainer.current_epoch
+        sampler.skip = self._skip * dataloader.batch_size if sampler.epoch == self._epoch else 0  # else it is reloaded
         if not len(sampler):
             raise ConfigError(f"{len(dataloader.dataset)} samples are less than one batch for each replica")  # type: ignore[arg-type]
         kept: dict[str, Any] = {name: getattr(dataloader, name) for name in _LOADER}

@@ -150,17 +150,15 @@ class SnapshotKeeper:
 
     def _judge(self, act: AddFigures) -> None:
         """Write the manifest again with the metrics of an evaluation that ended after its snapshot was complete."""
-        manifest = self._complete.get(act.step) or self._of_version(act.version)
-        if manifest is None or manifest.metrics.items() >= act.metrics.items():
-            return
-        judged = msgspec.structs.replace(manifest, metrics={**manifest.metrics, **act.metrics})
         try:
+            manifest = self._complete.get(act.step) or self._of_version(act.version)
+            if manifest is None or manifest.metrics.items() >= act.metrics.items():
+                return
+            judged = msgspec.structs.replace(manifest, metrics={**manifest.metrics, **act.metrics})
             if self._store.amend(judged):
                 self._complete[act.step] = judged
         except Exception as error:
-            self._put(
-                inbox.SentenceSaid(f"the figures of snapshot {manifest.id} could not be stored: {sentence_of(error)}")
-            )
+            self._put(inbox.SentenceSaid(f"the figures of step {act.step} could not be stored: {sentence_of(error)}"))
 
     def _of_version(self, version: int) -> Manifest | None:
         found = self._store.manifests() if version >= 0 else []

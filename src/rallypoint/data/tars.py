@@ -75,7 +75,8 @@ class WebDataset(ShardedDataset):
         cache: a `Cache`, or a folder for one: what is read from a store is kept on this machine's disk.
 
     Raises DataError when there are no such files; when one is no tar, is compressed, damaged or cut, has sparse files,
-    or names that are not UTF-8; when a tar is another one than it was; and when a store fails five times in a row.
+    hard links, names that are not UTF-8, or one twice in a sample; when a tar is another one than it was; and when a
+    store fails five times in a row.
     """
 
     def __init__(
@@ -195,12 +196,14 @@ def _samples(opened: Any, tar_name: str) -> Iterator[tuple[Sample, list[int]]]:
             tar.members = []  # type: ignore[attr-defined]  # it would keep all of them
             folder, slash, name = info.name.rpartition("/")
             stem, dot, extension = name.partition(".")
-            if not info.isfile() or not dot or not stem:
+            if not (info.isfile() or info.islnk()) or not dot or not stem:
                 continue
             _check_member(info, tar_name)
             if members and key != folder + slash + stem:
                 yield (key, members), sums
                 members, sums = [], []
+            if any(extension == known for known, _, _ in members):
+                raise DataError(f"{tar_name} has two members {info.name} in one sample: write them with other names")
             key = folder + slash + stem
             members.append((extension, info.offset_data, info.size))
             sums.append(cast(_Header, info).sum)
@@ -219,11 +222,9 @@ def _check_member(info: tarfile.TarInfo, tar_name: str) -> None:
         raise DataError(
             f"{tar_name} has a member whose name is not UTF-8 ({raw!r}): write it with another name"
         ) from None
-    if info.issparse():
-        raise DataError(
-            f"{tar_name} has {info.name} as a sparse file, of which the holes are left out: write the tar without "
-            "(tar without --sparse)"
-        )
+    if info.issparse() or info.islnk():
+        what, how = ("hard link", "with --hard-dereference") if info.islnk() else ("sparse file", "without --sparse")
+        raise DataError(f"{tar_name} has {info.name} as a {what}, without all of its bytes: write the tar {how}")
 
 
 _MOST_INDEX_BYTES = 8 << 30

@@ -35,6 +35,7 @@ from rallypoint.core.optimizer import of_shard
 from rallypoint.core.schedule import peak_of
 from rallypoint.errors import ConfigError, DataError, SnapshotFailed
 from rallypoint.optim import ShardOptimizer, build_optimizer, state_names
+from rallypoint.store.files import sync_to_disk
 from rallypoint.store.manifest import Manifest, snapshot_id
 from rallypoint.store.record import MASTER, ShardRecord
 from rallypoint.store.snapshots import MODEL_FILE, Format, SnapshotStore
@@ -381,12 +382,14 @@ def _save_model(model: dict[str, torch.Tensor], path: Path, about: dict[str, str
 
 
 def _write(to: Path, write: Callable[[Path], None]) -> None:
-    """Write `to` as a whole: under another name first, then renamed."""
+    """Write `to` as a whole, also across a power cut: under another name first, then renamed."""
     partial = to.with_name(f".{to.name}.{uuid.uuid4().hex}.partial")
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
+        sync_to_disk(str(partial))
         os.replace(partial, to)
+        sync_to_disk(str(to.parent))
     except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as RuntimeError
         raise SnapshotFailed(f"{to} cannot be written: {error}") from None
     finally:

@@ -29,10 +29,8 @@ _NAMED = 3  # frozen parameters named in the summary
 def model_state(store: SnapshotStore, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by name, in their own dtype and shape.
 
-    The names of one tied tensor share its memory.
-
-    Frozen parameters are not in a snapshot. Raises DamagedSnapshot when a shard cannot be read or does not fit the
-    layout.
+    The names of one tied tensor share its memory. Frozen parameters are not in a snapshot. Raises DamagedSnapshot when
+    a shard cannot be read or does not fit the layout.
     """
     return _Flat(store, manifest, lambda name: name == MASTER).model()
 
@@ -40,9 +38,8 @@ def model_state(store: SnapshotStore, manifest: Manifest) -> dict[str, torch.Ten
 def optimizer_state(store: SnapshotStore, manifest: Manifest) -> OptimizerState:
     """Return each trained parameter's optimizer state, under the parameter's first name.
 
-    A state is tensors of the parameter's shape (as stored: fp32) and numbers.
-
-    Raises DamagedSnapshot when a shard cannot be read, or two shards of one parameter do not agree.
+    A state is tensors of the parameter's shape (as stored: fp32) and numbers. Raises DamagedSnapshot when a shard
+    cannot be read, or two shards of one parameter do not agree.
     """
     return _Flat(store, manifest, lambda name: name not in (MASTER, AVERAGE)).optimizer()
 

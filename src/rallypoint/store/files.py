@@ -36,7 +36,7 @@ class Files:
     """The files below one URL or local path. Paths are relative to it, with parts joined by `/`.
 
     On a local filesystem a file is written under another name, flushed to the disk and then renamed. On a remote one it
-    is one put, which object stores make atomic. All methods raise OSError like the filesystem.
+    is one put, which object stores make atomic. All methods raise OSError like the filesystem. `on_disks`: it is local.
     """
 
     def __init__(self, url: str) -> None:
@@ -45,14 +45,14 @@ class Files:
         except (ValueError, ImportError) as error:
             raise ConfigError(f"{url} is no place for snapshots: {error}") from None
         self._root: str = root.rstrip("/")
-        self._local = isinstance(self._fs, LocalFileSystem)
+        self.on_disks = isinstance(self._fs, LocalFileSystem)
         # Of closed files, to use again: the system would clear fresh memory, which costs more than a copy
         self._buffers: list[mmap] = []
 
     def where(self, path: str = "") -> str:
         """The full name, for messages: a plain path for a local filesystem, a URL for others."""
         full = self._full(path)
-        return full if self._local else str(self._fs.unstrip_protocol(full))
+        return full if self.on_disks else str(self._fs.unstrip_protocol(full))
 
     @contextmanager
     def writing(self, path: str) -> Iterator[Callable[[Chunk], object]]:
@@ -62,7 +62,7 @@ class Files:
         """
         folder = path.rpartition("/")[0]
         self._make_folder(self._full(folder))
-        if self._local:
+        if self.on_disks:
             with self._writing_locally(path) as write:
                 yield write
             return
@@ -90,7 +90,7 @@ class Files:
             raise
         finally:
             self._buffers.append(buffer)
-        _sync_folder(self._full(folder))
+        sync_to_disk(self._full(folder))
 
     def get(self, path: str, start: int | None = None, stop: int | None = None) -> bytes:
         """Return the bytes `start..stop` of a file, or all of it; fewer where the file ends earlier.
@@ -98,7 +98,7 @@ class Files:
         What is there and no regular file (a pipe, say) has no bytes.
         """
         full = self._full(path)
-        if self._local and Path(full).exists() and not Path(full).is_file():
+        if self.on_disks and Path(full).exists() and not Path(full).is_file():
             return b""  # opening a pipe would wait for somebody who writes into it
         return bytes(self._fs.cat_file(full, start=start, end=stop))
 
@@ -132,8 +132,8 @@ class Files:
         """Remove a file, also across a power cut. Does nothing when there is none."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._full(path))
-            if self._local:
-                _sync_folder(self._full(path).rpartition("/")[0])
+            if self.on_disks:
+                sync_to_disk(self._full(path).rpartition("/")[0])
 
     def remove_folder(self, folder: str) -> None:
         """Remove a folder with everything in it. Does nothing when there is none."""
@@ -150,7 +150,7 @@ class Files:
         return f"{self._root}/{path}" if path else self._root
 
     def _make_folder(self, full: str) -> None:
-        if not self._local:
+        if not self.on_disks:
             self._fs.makedirs(full, exist_ok=True)
             return
         folder = Path(full)
@@ -158,12 +158,12 @@ class Files:
         for path in reversed(new):
             path.mkdir(mode=0o700, exist_ok=True)  # a model's weights are their owner's
         for path in new:
-            _sync_folder(str(path.parent))
+            sync_to_disk(str(path.parent))
 
 
-def _sync_folder(full: str) -> None:
-    """Flush a folder to the disk: it holds the names of its files."""
-    descriptor = os.open(full, os.O_RDONLY | os.O_DIRECTORY)
+def sync_to_disk(full: str) -> None:
+    """Flush a file to the disk, or a folder: it holds the names of its files."""
+    descriptor = os.open(full, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

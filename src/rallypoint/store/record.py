@@ -201,10 +201,7 @@ def _restore(stored: _Stored, payload: memoryview, compression: Compression) -> 
 
 
 def _inflate(name: str, payload: memoryview, nbytes: int) -> bytes:
-    """Decompress one zstd frame of exactly `nbytes`.
-
-    The size in the frame is checked before memory is allocated for it.
-    """
+    """Decompress one zstd frame of exactly `nbytes`: checked before memory is allocated for it."""
     try:
         promised = zstandard.get_frame_parameters(payload).content_size
         if promised != nbytes or nbytes > MAX_ARRAY_BYTES:

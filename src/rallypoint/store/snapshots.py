@@ -211,10 +211,7 @@ class SnapshotStore:
         return True
 
     def discard(self, snapshot_id: str) -> None:
-        """Delete a snapshot, or an attempt at one.
-
-        The manifest goes first, so a half-deleted snapshot is not committed.
-        """
+        """Delete a snapshot, or an attempt at one: first the manifest, so a half-deleted one is not committed."""
         _check_names(snapshot_id)
         with self._deleting(snapshot_id):
             self._files.remove(f"{snapshot_id}/{_MANIFEST}")
@@ -245,11 +242,15 @@ class SnapshotStore:
         return any(map(self._is_committed, self._folders()))
 
     def manifests(self) -> list[Manifest]:
-        """Return all committed snapshots whose manifest can be read, oldest first."""
+        """Return all committed snapshots but damaged ones and those of another format, oldest first."""
         found = []
         for snapshot_id in self._folders():
-            with contextlib.suppress(SnapshotError):  # no manifest, a damaged one, or one of another format
+            try:
                 found.append(self.load(snapshot_id))
+            except StoreSilent:  # it may be the best, or the newest
+                raise
+            except SnapshotError:
+                continue
         return found
 
     def load(self, snapshot_id: str) -> Manifest:
@@ -429,8 +430,9 @@ class SnapshotStore:
         try:
             yield
         except OSError as error:
-            if snapshot_id and (isinstance(error, FileNotFoundError) or error.errno == errno.EIO):
-                found = "it is missing" if isinstance(error, FileNotFoundError) else _reason(error)
+            missing = isinstance(error, FileNotFoundError)  # (s3fs says EIO of every answer that it does not know)
+            if snapshot_id and (missing or (error.errno == errno.EIO and self._files.on_disks)):
+                found = "it is missing" if missing else _reason(error)
                 raise DamagedSnapshot(_damage(snapshot_id, file, found)) from None
             where = self._files.where(f"{snapshot_id}/{file}".strip("/"))
             raise StoreSilent(f"{where} cannot be read: {_reason(error)}") from None

@@ -34,8 +34,7 @@ from rallypoint.worker.loop.session import Job
 #
 # The layout has shards of a few sizes. A sum takes as many large ones as fit, then smaller ones for the rest, in turn
 # among those of a size. Which shard a piece gets depends only on the lengths of the sums before it, so workers that
-# ask
-# for the same sums in the same order need not tell each other anything.
+# ask for the same sums in the same order need not tell each other anything.
 
 
 CLOCK = 0  # the shard that counts: it is used for no sum but the last one, with which the job ends

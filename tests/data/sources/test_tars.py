@@ -150,6 +150,21 @@ def test_long_names_and_those_of_other_languages_are_read(kind: int, long: int, 
     assert [data[n] for n in range(3)] == [{"__key__": f"{name}{n}", "txt": b"%d" % n} for n in range(3)]
 
 
+def test_what_would_be_left_out_of_a_sample_is_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for _ in range(3):
+            tar.addfile(tarfile.TarInfo("image.jpg"))
+    with pytest.raises(DataError, match=r"0\.tar has two members image\.jpg in one sample"):
+        rp.WebDataset(tmp_path)
+    linked = tarfile.TarInfo("b.jpg")
+    linked.type, linked.linkname = tarfile.LNKTYPE, "a.jpg"
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("a.jpg"))
+        tar.addfile(linked)
+    with pytest.raises(DataError, match=r"0\.tar has b\.jpg as a hard link.*--hard-dereference"):
+        rp.WebDataset(tmp_path)
+
+
 def test_names_that_are_not_utf_8_and_sparse_files_are_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as tar:
         tar.addfile(tarfile.TarInfo("über.txt"))
