@@ -171,7 +171,7 @@ class ClipMachine:
         if step in self._verdicts:
             return [*self._tell(step, self._known[step]), self._verdicts[step]]  # we became primary after it
         known = self._learn(step, [measure])
-        return [*self._tell(step, known), *(self._decide(step, known) if self.own <= known.keys() else [])]
+        return [*self._tell(step, known), *self._decide(step, known)]
 
     def told(self, step: int, measures: Iterable[Measure]) -> list[Tell | StepVerdict]:
         """Another server sent its measures."""
