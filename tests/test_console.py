@@ -185,7 +185,7 @@ def test_figures_have_as_many_digits_each_time() -> None:
 def test_the_way_to_go_on_names_the_step_the_run_would_begin_with() -> None:
     said = io.StringIO()
     shown = RunConsole(Console(file=said, width=400, highlight=False))
-    plan = Launch(worker=("true",), folder="runs/x", snapshots="somewhere")
+    plan = Launch(worker=("true",), folder="runs/my x", snapshots="somewhere")
     shown.say_how_to_go_on(plan, failed=False)
     assert said.getvalue() == "", "nothing was computed, and nothing is lost"
     shown.show(msgspec.structs.replace(PLAN, steps_per_round=8))
@@ -195,7 +195,7 @@ def test_the_way_to_go_on_names_the_step_the_run_would_begin_with() -> None:
     shown.say_how_to_go_on(plan, failed=False)
     shown.say_how_to_go_on(plan, failed=True)
     shown.close()
-    way = "to go on from step 48, the last snapshot: rallypoint resume runs/x"
+    way = "to go on from step 48, the last snapshot: rallypoint resume 'runs/my x'"
     assert [line for line in said.getvalue().splitlines() if "go on" in line] == [
         "there is no snapshot of this run to go on from", way, f"{way} (--set KEY=VALUE changes settings)"
     ]  # fmt: skip

@@ -421,6 +421,17 @@ def test_a_run_whose_snapshots_cannot_be_used_now_does_not_begin_anew(tmp_path: 
     assert "step-00000020-1 is damaged" in said[0]
 
 
+def test_a_run_that_goes_on_by_another_command_line_says_which_counts(tmp_path: Path) -> None:
+    place = tmp_path / "snapshots"
+    old_run(tmp_path, None, snapshots=str(place))
+    snapshot(SnapshotStore(str(place)), 20)
+    plan = msgspec.structs.replace(read_plan(tmp_path), folder=str(tmp_path), servers=9)
+    said: list[str] = []
+    going_on, _ = going_on_or_anew(plan, said.append)
+    assert going_on.servers != 9
+    assert said[0].endswith("these count; `rallypoint resume` changes the numbers")
+
+
 def test_a_run_that_failed_is_named_so(tmp_path: Path) -> None:
     old_run(tmp_path, Abort("worker0: ValueError: boom"))
     failed = r"holds a run that failed \(worker0: ValueError: boom\), without a snapshot"

@@ -63,6 +63,18 @@ def test_a_process_says_what_it_can_and_goes_on(stream: str) -> None:
     assert (done.returncode, done.stderr) == (7, b"")
 
 
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_a_process_that_was_started_without_streams_makes_no_pipe_in_their_place(closed: str, tmp_path: Path) -> None:
+    """A child has its own standard input under that number: what it was given there was lost."""
+    code = (
+        "import os, sys; from rallypoint.observe.lenient import *; open_standard_streams(); print('fine', flush=True); "
+        "open(sys.argv[1], 'w').write(f'{min(os.pipe()) > 2} {sys.stdin.read()!r}')"
+    )
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code, str(tmp_path / "said")]
+    subprocess.run(shell, capture_output=True, check=True)
+    assert (tmp_path / "said").read_text() == "True ''"
+
+
 def test_what_a_role_says_is_printed_at_once_whatever_its_encoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

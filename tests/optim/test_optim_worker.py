@@ -8,6 +8,7 @@ import torch
 import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.core.optimizer import Optimizer
+from rallypoint.errors import ConfigError
 from rallypoint.optim import state_names
 from rallypoint.store.record import decode_record, encode_record
 from rallypoint.worker.loop.own import SpecifiedStepper, WorkerOptimizer
@@ -51,3 +52,11 @@ def test_a_worker_that_loads_the_state_goes_on_with_the_same_bytes(spec: Optimiz
             other.install(step + 1, gradient(step), {}, skipped=False)
     assert torch.equal(model.weight, other_model.weight)
     assert torch.equal(model.scale, other_model.scale)
+
+
+def test_a_group_that_matches_nothing_is_refused_with_the_names_that_there_are() -> None:
+    groups = [rp.Group(match=("weight",), lr_scale=0.1), rp.Group(match=("wieght", "w*"), lr_scale=0.5)]
+    sentence = r"is in the group match=\['wieght', 'w\*'\]: .* are, weight, scale; the first"
+    with pytest.raises(ConfigError, match=sentence):
+        ModelTensors(Net(), resolve({"groups": groups}))
+    ModelTensors(Net(), resolve({"groups": groups[:1]}))

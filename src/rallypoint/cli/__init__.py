@@ -20,12 +20,13 @@ from rallypoint.cli import (  # noqa: F401
 )
 from rallypoint.cli.app import FIRST, GONE, PANELS, app
 from rallypoint.errors import RallypointError, UsageError
-from rallypoint.observe.lenient import encode_all, say
+from rallypoint.observe.lenient import encode_all, open_standard_streams, say
 from rallypoint.observe.lines import printable_lines
 
 
 def main() -> None:
     """The entry point: errors of ours are one sentence."""
+    open_standard_streams()
     encode_all()
     logging.basicConfig(level=os.environ.get("RALLYPOINT_LOG", "WARNING"), format="%(message)s")
     app.registered_commands.sort(key=_place)

@@ -16,12 +16,12 @@ from rallypoint.store.snapshots import Format
 @app.command(rich_help_panel=RUNNING)
 def resize(
     run: RunFolder,
-    workers: Annotated[int, typer.Option(
-        "--workers", "-w", min=0, metavar="N", show_default=False, help="The new number of workers.",
-    )] = 0,
-    servers: Annotated[int, typer.Option(
-        "--servers", "-s", min=0, metavar="N", show_default=False, help="The new number of servers.",
-    )] = 0,
+    workers: Annotated[int | None, typer.Option(
+        "--workers", "-w", min=1, metavar="N", show_default=False, help="The new number of workers.",
+    )] = None,
+    servers: Annotated[int | None, typer.Option(
+        "--servers", "-s", min=1, metavar="N", show_default=False, help="The new number of servers.",
+    )] = None,
 ) -> None:  # fmt: skip
     """Change the number of workers or servers of a running job, and wait until that is done. No step is lost.
 
@@ -31,7 +31,7 @@ def resize(
 
     if not workers and not servers:
         raise UsageError("to what size? give --workers N, --servers N or both")
-    print(order(run, workers, servers, lambda text: print(text, flush=True)))
+    print(order(run, workers or 0, servers or 0, lambda text: print(text, flush=True)))
 
 
 @app.command(rich_help_panel=RUNNING)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import re
+import shlex
 import sys
 import time
 from collections import deque
@@ -487,7 +488,7 @@ class RunConsole:
                 self.say("there is no snapshot of this run to go on from")
             return
         hint = " (--set KEY=VALUE changes settings)" if failed else ""
-        way = f"rallypoint resume {escape(plan.folder)}{hint}"
+        way = f"rallypoint resume {escape(shlex.quote(plan.folder))}{hint}"
         self.console.print(f"to go on from step {stored}, the last snapshot: {way}", soft_wrap=True)
 
     def close(self) -> None:

@@ -156,7 +156,8 @@ def refuse_an_old_run(folder: Path, snapshots: str) -> None:
         case None:
             what = "an interrupted run"
     if has_snapshot(snapshots):
-        raise UsageError(f"{folder} holds {what}: go on with `rallypoint resume {folder}`, or --overwrite")
+        way = f"`rallypoint resume {shlex.quote(str(folder))}`"
+        raise UsageError(f"{folder} holds {what}: go on with {way}, or --overwrite")
     raise UsageError(f"{folder} holds {what}, without a snapshot: choose another --folder, or --overwrite")
 
 
@@ -187,18 +188,18 @@ def refuse_used_snapshots(snapshots: str) -> None:
 def refuse_a_finished_run(folder: Path) -> None:
     """Raise UsageError when the run in this folder is over: nothing is left to continue."""
     state = _journaled(folder)
-    word = None if state is None else state.last_word
+    word, quoted = None if state is None else state.last_word, shlex.quote(str(folder))
     if isinstance(word, FinishJob) and word.stopped_at >= 0:
         raise UsageError(
             f"{folder} holds a run that its script stopped at step {word.stopped_at} ({word.why}): "
-            f"`rallypoint export {folder} --to model.safetensors` writes its model; "
-            f"`rallypoint resume {folder} --set steps=N` goes on from that step, until its script stops it again"
+            f"`rallypoint export {quoted} --to model.safetensors` writes its model; "
+            f"`rallypoint resume {quoted} --set steps=N` goes on from that step, until its script stops it again"
         )
     if isinstance(word, FinishJob):
         raise UsageError(
             f"{folder} holds a finished run{_of_steps(state)}: nothing is left to do. "
-            f"`rallypoint export {folder} --to model.safetensors` writes its model; "
-            f"`rallypoint resume {folder} --set steps=N` makes more{_of_steps(state, 'than')}"
+            f"`rallypoint export {quoted} --to model.safetensors` writes its model; "
+            f"`rallypoint resume {quoted} --set steps=N` makes more{_of_steps(state, 'than')}"
         )
 
 

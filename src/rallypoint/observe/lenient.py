@@ -70,6 +70,14 @@ def flush_output() -> None:
             stream.flush()
 
 
+def open_standard_streams() -> None:
+    """Open what the process was started without (``<&-``): else a pipe gets its number, and is lost in children."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+
+
 def encode_all() -> None:
     """Let this process's standard output take any text: what it cannot encode becomes ``?``."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)

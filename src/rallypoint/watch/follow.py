@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,7 +164,7 @@ class Follower:
                     self.run.take(*event)
         if self.run.plan is not None and not self.run.ended and was_left(self._folder):
             with self.lock:
-                way = f": rallypoint resume {self._folder}" if self.run.stored else ""
+                way = f": rallypoint resume {shlex.quote(str(self._folder))}" if self.run.stored else ""
                 self.run.left(f"nothing of it runs any more{way}")
 
     def _follow(self) -> None:

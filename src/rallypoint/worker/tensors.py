@@ -19,6 +19,7 @@ from rallypoint.config import JobConfig, Settings, group_of, matrices_of, ranks_
 from rallypoint.core.layout import DTYPE_BYTES, Entry, Layout, Shard, TensorSpec, build_layout, carried_by
 from rallypoint.core.modes import Feature, why_not
 from rallypoint.core.optimizer import ENTRY
+from rallypoint.core.typed import named
 from rallypoint.errors import ConfigError, ModelError, UsageError
 from rallypoint.optim import Pieces, build_optimizer, refusal
 from rallypoint.parallel import persistent_buffers
@@ -41,6 +42,17 @@ def check_model(model: object) -> None:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise ModelError(
                 f"{name} has no shape yet (a lazy module): run one batch through the model before job.train"
+            )
+
+
+def refuse_unmatched(config: JobConfig, trained: Sequence[TensorSpec]) -> None:
+    """Raise ConfigError for a group of settings that none of these is in: its pattern is mistyped, most likely."""
+    used = {spec.group for spec in trained}
+    for number, group in enumerate(config.groups, 2):
+        if number not in used:
+            raise ConfigError(
+                f"no trained parameter is in the group match={list(group.match)}: write it as the names are, "
+                f"{named([spec.name for spec in trained if spec.group >= 0], 4)}; the first group that matches counts"
             )
 
 
@@ -421,6 +433,7 @@ class ModelTensors:
             specs += self.carried.specs
             shared |= self.carried.tensors
         rows = [_spec(name, sharing[0].weight, group_of(config, name, 2)) for name, sharing in tables.items()]
+        refuse_unmatched(config, [*specs, *rows])
         self.tables = list(tables.values())
         self.layout: Layout = build_layout(
             specs, config.network.shard_bytes, ranks_of(config), rows, matrices_of(config, specs)

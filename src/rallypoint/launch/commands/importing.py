@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def import_checkpoint(
         answer = _imported(plan, checkpoint.resolve(), step, strict=strict)
         write_plan(plan)
     warnings = [f"warning: {sentence}" for sentence in (*said, *answer.warnings) if sentence]
-    return "\n".join([*warnings, f"{answer.said}; go on with `rallypoint resume {plan.folder}`"])
+    return "\n".join([*warnings, f"{answer.said}; go on with `rallypoint resume {shlex.quote(plan.folder)}`"])
 
 
 def check_checkpoint(checkpoint: Path) -> None:

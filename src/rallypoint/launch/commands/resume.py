@@ -152,4 +152,12 @@ def going_on_or_anew(plan: Launch, say: Callable[[str], None]) -> tuple[Launch, 
     if not has_snapshot(plan.snapshots):
         say(f"{folder} holds a run that has no snapshot yet: it begins anew")
         return plan, True
+    own = read_plan(folder)
+    if [own.workers, own.workers_start, own.servers, own.worker] != (
+        [plan.workers, plan.workers_start, plan.servers, plan.worker]
+    ):
+        say(
+            f"{folder} has a run with its own numbers of workers and servers and arguments of the script: these count; "
+            "`rallypoint resume` changes the numbers"
+        )
     return going_on(folder, Wishes(settings=plan.overrides, script=plan.script), say), False

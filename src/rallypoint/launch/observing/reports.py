@@ -449,4 +449,4 @@ class AutomaticReports:
             self._said.put(f"no report could be made: {type(error).__name__}: {error}")
             return
         about = f"{why}. {report.sentence} " if why else ""
-        self._said.put(f"{about}report for a bug issue: {report.path}")
+        self._said.put(f"{about}a report of it: {report.path}")
