@@ -15,7 +15,7 @@ from rallypoint.core import protocol
 from rallypoint.core.protocol import Members, Ordered, Pause, Planned, Resize, Snapshotted, SnapshotWanted, StepDone
 from rallypoint.errors import DataError, LinkError, UsageError
 from rallypoint.launch.commands import ask
-from rallypoint.launch.folder import coordinated
+from rallypoint.launch.folder import Where, coordinated, locked, write_where
 
 
 class Job:
@@ -139,3 +139,11 @@ def test_who_gives_orders_to_a_run_by_hand_hears_what_to_do_instead(tmp_path: Pa
 def test_an_order_is_given_again_when_the_coordinator_dies_before_it_answers(job: Job) -> None:
     assert ask.order(Path("run"), Pause(), lambda said: None) == SAID.text
     assert job.sent == [Pause(), Pause()]
+
+
+def test_an_order_to_a_run_whose_launcher_and_coordinator_were_killed_says_how_to_go_on(tmp_path: Path) -> None:
+    write_where(tmp_path, Where("127.0.0.1:1", "secret"))
+    with coordinated(tmp_path), locked(tmp_path):
+        pass
+    with pytest.raises(DataError, match=rf"nothing of the run in .* runs any more: `rallypoint resume {tmp_path}`"):
+        ask.order(tmp_path, Pause(), print)

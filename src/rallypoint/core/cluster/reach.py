@@ -187,7 +187,7 @@ class Reach:
         needed = self._needed()
         whole = waiting == self._assigned()
         found: Pairs = {}
-        for member in (*waiting, *(needed if whole else ())):
+        for member in (*sorted(waiting), *(sorted(needed) if whole else ())):
             for peer, seconds in self._beats[member].unreachable.items() if self._fresh(member) else ():
                 late = seconds >= MISSED * self.course.terms.heartbeat
                 if late and peer in needed and self._fresh(peer) and (peer, member) not in found:

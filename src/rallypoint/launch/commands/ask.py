@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,12 +22,13 @@ from rallypoint.core.protocol import (
     SnapshotWanted,
 )
 from rallypoint.core.typed import counted
-from rallypoint.errors import ConfigError, JobAborted, LinkError, RallypointError, UsageError
+from rallypoint.errors import ConfigError, DataError, JobAborted, LinkError, RallypointError, UsageError
 from rallypoint.launch.access import transport_of
 from rallypoint.launch.folder import read_where
 from rallypoint.launch.plan import read_plan
 from rallypoint.net.handshake import Identity, role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
+from rallypoint.own_files import was_left
 
 _PATIENCE_S, _ORDER_S = 600.0, 30.0
 
@@ -153,6 +155,8 @@ def _missing(now: Members, workers: int, servers: int, replicas: int) -> str:
 @contextlib.contextmanager
 def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
     where = read_where(run)
+    if was_left(run):
+        raise DataError(f"nothing of the run in {run} runs any more: `rallypoint resume {shlex.quote(str(run))}`")
     answers: Answers = queue.SimpleQueue()
     me = Identity("observer", id, role_token(where.token, "observer"))
     link = CoordinatorLink(
