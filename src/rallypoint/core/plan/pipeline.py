@@ -2,9 +2,8 @@
 
 Each group of equal workers is one that computes (`Computing`). A layer's forward pass waits for its own shards; its
 backward pass makes gradients, the last layer's first; a complete shard goes to its server before those of later layers
-that still wait (workers let it wait until the backward pass is over), and overtakes none that is being sent. A server
-that has all contributions to a shard updates it, sends the gradient to a backup if there is one, and then the new
-version to all workers, early layers first::
+that still wait, and overtakes none that is being sent. A server that has all contributions to a shard updates it, sends
+the gradient to a backup if there is one, and then the new version to all workers, early layers first::
 
     backward of layer 5 .. 0       layer k's shards: up -> sum, update -> (backup) -> down -> forward of layer k
     |5 |4 |3 |2 |1 |0 |            what is left beside computing and the links: layer 0 goes up and down while nothing
