@@ -6,7 +6,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -165,15 +165,6 @@ class ServerLink:
             sent()  # `link_lost` makes the machine send it again
         else:
             self._feed()
-
-    def in_order(self, ranks: Sequence[int]) -> None:
-        """Send what waits without a forward rank by those of `ranks`, by shard."""
-        with self._lock:
-            self._waiting = [
-                one._replace(rank=(*one.rank, ranks[one.header.shard])) if len(one.rank) == 2 else one
-                for one in self._waiting
-            ]
-            heapq.heapify(self._waiting)
 
     def overdraw(self, on: bool) -> None:
         """Send without credits (`on`), also what waits for some; or keep to the window again.
@@ -442,11 +433,6 @@ class Links:
             self._overdraws = on
             for link in list(self._links.values()):
                 link.overdraw(on)
-
-    def in_order(self, ranks: Sequence[int]) -> None:
-        """The replica's backward pass is over: see `Pushes._rank`."""
-        for link in list(self._links.values()):
-            link.in_order(ranks)
 
     def end(self, servers: Iterable[str]) -> None:
         """End these links and their threads. After that they touch no slot."""

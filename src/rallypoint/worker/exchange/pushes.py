@@ -317,17 +317,10 @@ class Pushes:
         self.partials = PiecesPartials() if self.in_place else Partials()
         self._examines = examines
         self.ranks: Sequence[int] = ()  # of each shard: the forward pass needs those of a low rank first; (): in order
-        self._computing = False
 
     def begin(self, weight: float, finite: bool) -> None:
-        """Set the weight of the following contributions, and whether their loss was finite. A backward pass begins."""
-        self.weight, self._finite, self._computing = weight, finite, True
-
-    def end(self) -> None:
-        """The backward pass is over, or given up."""
-        self._computing = False
-        if self.ranks:
-            self._links.in_order(self.ranks)
+        """Set the weight of the following contributions, and whether their loss was finite."""
+        self.weight, self._finite = weight, finite
 
     def add_up(self, shard: int, replica: int, part: Part) -> None:
         """Add up the slot, which is full with `replica`'s contribution, with other replicas of this worker."""
@@ -391,15 +384,8 @@ class Pushes:
                 link.push(header, self.slot(send.shard), sent=sent, rank=self._rank(send))
 
     def _rank(self, send: slots.Send) -> Rank:
-        """A lower replica goes first: while it is missing, servers keep credit of the others back.
-
-        The forward ranks count when the backward pass is over. If new gradients overtook those that wait, workers that
-        are a little apart would send different shards, and few sums would be whole: servers had nothing to send.
-        """
-        if not self.ranks:
-            return ()
-        rank = send.step, send.replica
-        return rank if self._computing else (*rank, self.ranks[send.shard])
+        """A lower replica goes first: while it is missing, servers keep credit of the others back."""
+        return (send.step, send.replica, self.ranks[send.shard]) if self.ranks else ()
 
     def _push_rows(self, send: slots.Send, gradient: memoryview) -> None:
         if (link := self._links.get(send.server)) is not None:
@@ -649,7 +635,6 @@ class ReplicaPushes:
         self._end(whole=False)
 
     def _end(self, *, whole: bool) -> None:
-        self._pushes.end()
         self._locked.apply(lambda: self._locked.shell.end_replica(whole=whole))
         if (memory := self._locked.memory) is not None:
             self._locked.set(lambda: memory.free(self._locked.machine.slots))
