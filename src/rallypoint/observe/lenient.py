@@ -74,8 +74,9 @@ def open_standard_streams() -> None:
     """Open what the process was started without (``<&-``): else a pipe gets its number, and is lost in children."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: `number`, if nobody has taken it
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, "w" if number else "r"))
 
 
 def encode_all() -> None:
