@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rallypoint.config import JobConfig
+from rallypoint.config import JobConfig, resolve
 from rallypoint.core.ranks import Spread
 from rallypoint.data.loader import MicroBatches
-from rallypoint.errors import ModelError, UsageError
+from rallypoint.errors import ConfigError, ModelError, UsageError
 from rallypoint.parallel import OrderKind, Parallel, RankGroup, RankOrder, whole_of
 from rallypoint.worker.precision import Losses
 from rallypoint.worker.ranks.followers import Figures, Logged, OtherRanks, RankSaid
@@ -87,6 +87,12 @@ class Rank:
         for micro in self.run:
             with micro:
                 micro.backward(self.net(micro.batch[0]).sum())
+
+
+def test_a_group_that_matches_nothing_is_refused_in_a_worker_of_ranks_too() -> None:
+    config = resolve({"groups": [{"match": ["nosuch.*"]}]})
+    with pytest.raises(ConfigError, match=r"match=\['nosuch\.\*'\]: .* layer\.weight, layer\.bias"):
+        layout_of(SpreadModel(OneRank(), Net(), Parallel()), config)
 
 
 def test_the_first_values_are_those_of_the_version_also_after_a_replica() -> None:

@@ -31,7 +31,7 @@ from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.ranks.followers import GRADIENTS, Figures
 from rallypoint.worker.sources.hooks import DeltaSource
-from rallypoint.worker.tensors import ModelTensors, Placed, check_apart, check_kept, hash_of
+from rallypoint.worker.tensors import ModelTensors, Placed, check_apart, check_kept, hash_of, refuse_unmatched
 
 # ---- A model that is spread over the ranks of one worker, on each of them ----
 
@@ -242,6 +242,7 @@ class LeaderTensors(ModelTensors):
 def layout_of(spread: SpreadModel, config: JobConfig) -> Layout:
     """Return the layout of the unsharded model: the same on all ranks."""
     specs = [TensorSpec(t.name, t.shape, t.dtype, group_of(config, t.name, len(t.shape))) for t in spread.trained]
+    refuse_unmatched(config, specs)
     specs += [TensorSpec(t.name, t.shape, t.dtype, -1) for t in spread.buffers]
     return build_layout(specs, config.network.shard_bytes, ranks_of(config), [], matrices_of(config, specs))
 
