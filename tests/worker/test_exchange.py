@@ -428,9 +428,11 @@ class _Sending:
         self._sent: list[Callable[[], None]] = []
 
     def send(
-        self, header: Header, payload: memoryview, sent: Callable[[], None] = lambda: None, *, rank: Rank = (),
-        left: Callable[[], None] = lambda: None,
+        self, header: Header, payload: memoryview | None = None, sent: Callable[[], None] = lambda: None, *,
+        rank: Rank = (), left: Callable[[], None] = lambda: None, urgent: bool = False,
     ) -> None:  # fmt: skip
+        if urgent:
+            return
         self.frames.append((header.shard, rank))
         self._sent.append((left, sent))
 
@@ -510,6 +512,31 @@ def test_contributions_that_the_next_forward_pass_needs_first_overtake_those_tha
         channel.goes()
         link._credit(channel, 1)  # type: ignore[arg-type]
     assert channel.frames == [first, others[2], others[0], others[1]]  # the next replica's come last
+
+
+@pytest.mark.parametrize(("over", "order"), [(False, [0, 2, 1]), (True, [0, 1, 2])])
+def test_the_forward_pass_s_order_counts_from_the_end_of_the_backward_pass(
+    exchange: Exchange, over: bool, order: list[int]
+) -> None:
+    """Until then they leave scattered: see `Pushes._rank`."""
+    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.arrivals.link_up(SERVER)
+    _publish(exchange, 0)
+    _install(exchange, 0)
+    channel: Any = _Sending()
+    link = exchange._links.get("s")
+    assert link is not None
+    link._up(channel)
+    exchange.forward.learn([0, 1, 2])
+    _compute(exchange, 0)
+    for shard in LAYOUT.shards:
+        assert exchange.replica.claim(shard.index)
+        exchange.replica.filled(shard.index)
+    if over:
+        exchange.replica.computed()
+    channel.goes()
+    channel.goes()
+    assert [shard for shard, _ in channel.frames] == order
 
 
 def test_a_contribution_that_has_left_lets_the_next_one_go_only_with_credit() -> None:

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -165,6 +165,15 @@ class ServerLink:
             sent()  # `link_lost` makes the machine send it again
         else:
             self._feed()
+
+    def reorder(self, ranks: Sequence[int]) -> None:
+        """Send what waits by these ranks, by shard."""
+        with self._lock:
+            self._waiting = [
+                one._replace(rank=(*one.rank[:2], ranks[one.header.shard])) if one.rank else one
+                for one in self._waiting
+            ]
+            heapq.heapify(self._waiting)
 
     def overdraw(self, on: bool) -> None:
         """Send without credits (`on`), also what waits for some; or keep to the window again.
@@ -433,6 +442,11 @@ class Links:
             self._overdraws = on
             for link in list(self._links.values()):
                 link.overdraw(on)
+
+    def reorder(self, ranks: Sequence[int]) -> None:
+        """Send what waits on every link by these ranks, by shard."""
+        for link in list(self._links.values()):
+            link.reorder(ranks)
 
     def end(self, servers: Iterable[str]) -> None:
         """End these links and their threads. After that they touch no slot."""

@@ -291,6 +291,9 @@ Sent = Callable[[int, int], None]
 Queued = Callable[[int, int], bool]
 
 
+_GOLDEN = 40503  # 2**16 / 1.618: any part of its multiples is spread evenly (Knuth, vol. 3, 6.4)
+
+
 class Pushes:
     """Sends what the machine names out of the slots' `memory`.
 
@@ -317,10 +320,17 @@ class Pushes:
         self.partials = PiecesPartials() if self.in_place else Partials()
         self._examines = examines
         self.ranks: Sequence[int] = ()  # of each shard: the forward pass needs those of a low rank first; (): in order
+        self._computing = False  # a backward pass
 
     def begin(self, weight: float, finite: bool) -> None:
-        """Set the weight of the following contributions, and whether their loss was finite."""
-        self.weight, self._finite = weight, finite
+        """Set the weight of the following contributions, and whether their loss was finite. A backward pass begins."""
+        self.weight, self._finite, self._computing = weight, finite, True
+
+    def end(self) -> None:
+        """The backward pass is over, or given up."""
+        self._computing = False
+        if self.ranks:
+            self._links.reorder(self.ranks)
 
     def add_up(self, shard: int, replica: int, part: Part) -> None:
         """Add up the slot, which is full with `replica`'s contribution, with other replicas of this worker."""
@@ -384,8 +394,16 @@ class Pushes:
                 link.push(header, self.slot(send.shard), sent=sent, rank=self._rank(send))
 
     def _rank(self, send: slots.Send) -> Rank:
-        """A lower replica goes first: while it is missing, servers keep credit of the others back."""
-        return (send.step, send.replica, self.ranks[send.shard]) if self.ranks else ()
+        """A lower replica goes first: while it is missing, servers keep credit of the others back.
+
+        Then as the forward pass needs them, from the end of the backward pass on. Until then in an order that is
+        scattered over all layers, and the same on every worker. With the newest first, workers that are a little apart
+        send different ones, and few sums are whole; with the oldest first, those of the middle layers come too late.
+        """
+        if not self.ranks:
+            return ()
+        rank = self.ranks[send.shard]
+        return send.step, send.replica, (rank * _GOLDEN & 0xFFFF) if self._computing else rank
 
     def _push_rows(self, send: slots.Send, gradient: memoryview) -> None:
         if (link := self._links.get(send.server)) is not None:
@@ -635,6 +653,7 @@ class ReplicaPushes:
         self._end(whole=False)
 
     def _end(self, *, whole: bool) -> None:
+        self._pushes.end()
         self._locked.apply(lambda: self._locked.shell.end_replica(whole=whole))
         if (memory := self._locked.memory) is not None:
             self._locked.set(lambda: memory.free(self._locked.machine.slots))
