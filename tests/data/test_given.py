@@ -133,3 +133,11 @@ def test_what_the_job_cannot_compute_is_refused(loader: Any, sentence: str) -> N
 def test_a_loader_that_makes_no_sense_is_refused(wrong: Any) -> None:
     with pytest.raises(UsageError, match=rf"rp\.Loader\({next(iter(wrong))}="):
         rp.Loader(**wrong)
+
+
+@pytest.mark.parametrize(("batch", "told"), [(4, False), (5, True)])
+def test_a_step_that_takes_more_samples_than_there_are_is_told_of(
+    batch: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    MicroBatches(DATA, JobConfig(replicas=3, batch=batch, steps=1), torch.device("cpu"))
+    assert ("a step takes 15 samples, and the data set has 12" in caplog.text) == told

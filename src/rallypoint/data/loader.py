@@ -51,6 +51,8 @@ def _order_of(dataset: MapDataset, config: JobConfig) -> OrderAhead:
         shuffled=config.reading.order == "shuffled", mixed=config.reading.mixed_shards,
         shards=shard_lengths(dataset) if config.reading.order == "windowed" else (),
     )  # fmt: skip
+    if order.length < (step := config.replicas * config.batch):
+        log.warning(f"a step takes {step} samples, and the data set has {order.length}: a step uses some more than once")
     return OrderAhead(order, config.batch)
 
 
