@@ -151,12 +151,14 @@ class SnapshotStore:
         self, snapshot_id: str, part: str, records: Iterable[ShardRecord], compression: Compression,
         written: Callable[[SnapshotPart], object] = lambda file: None,
     ) -> SnapshotPart:  # fmt: skip
-        """Write some of a snapshot's shards as files `<part>-<n>.shards`; `part` is the writer's own name.
+        """Write some of a snapshot's shards as files `<part>-<n>.shards`; `part` is the writer's own name, or a hash of
+        one that cannot be a file's.
 
         Takes one record after the other, each when the one before it has been written. `written` gets each file as soon
         as it is there. Removes the part's files on any failure. Raises SnapshotFailed when the filesystem refuses.
         """
-        _check_names(snapshot_id, part)
+        _check_name(snapshot_id)
+        part = part if _PART.fullmatch(part) else checksum_of(part.encode())
         files: dict[str, int] = {}
         shards: dict[int, ShardEntry] = {}
         try:
@@ -181,7 +183,7 @@ class SnapshotStore:
 
         Raises SnapshotFailed when a shard of the layout is missing or the filesystem refuses.
         """
-        _check_names(manifest.id)
+        _check_name(manifest.id)
         if missing := manifest.missing():
             raise SnapshotFailed(
                 f"snapshot {manifest.id} lacks {len(missing)} shards (the first is {missing[0]}) and is not committed"
@@ -212,7 +214,7 @@ class SnapshotStore:
 
     def discard(self, snapshot_id: str) -> None:
         """Delete a snapshot, or an attempt at one: first the manifest, so a half-deleted one is not committed."""
-        _check_names(snapshot_id)
+        _check_name(snapshot_id)
         with self._deleting(snapshot_id):
             self._files.remove(f"{snapshot_id}/{_MANIFEST}")
             self._files.remove_folder(snapshot_id)
@@ -258,7 +260,7 @@ class SnapshotStore:
 
         Raises DamagedSnapshot when it is missing or not what was written.
         """
-        _check_names(snapshot_id)
+        _check_name(snapshot_id)
         with self._reading(snapshot_id, _MANIFEST):
             data = read_again(lambda: self._files.get(f"{snapshot_id}/{_MANIFEST}", 0, _MOST_BYTES + 1))
         if len(data) > _MOST_BYTES:
@@ -459,11 +461,9 @@ def _write_file(
     return entries
 
 
-def _check_names(snapshot_id: str, part: str = "part") -> None:
+def _check_name(snapshot_id: str) -> None:
     if age(snapshot_id) is None:
         raise UsageError(f"{snapshot_id!r} is no snapshot's name: they are like step-00000120-10003")
-    if not _PART.fullmatch(part):
-        raise UsageError(f"{part!r} cannot name a part of a snapshot: use letters, digits, '.', '_' and '-'")
 
 
 def _damage(snapshot_id: str, file: str, what: str) -> str:
