@@ -201,6 +201,18 @@ def test_a_writer_may_have_any_name(store: SnapshotStore) -> None:
     assert len(names) == len(writers), "each has files of its own"
 
 
+@pytest.mark.parametrize("name", ["resnet::lr=0.1", "a::b", "x:y", "#1?%20", "[1]*"])
+def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    """``--folder runs/resnet::lr=0.1``: its snapshots came into ``runs/resnet``, with those of other runs."""
+    folder = tmp_path / name / "snapshots"
+    store = SnapshotStore(str(folder))
+    for version in (1, 2):
+        take(store, version)
+    store.retain(Retention(keep_last=1))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", snapshot_id(2, 1)]
+
+
 def test_an_unknown_kind_of_place_is_named() -> None:
     with pytest.raises(ConfigError, match="nowhere://x is no place for snapshots"):
         SnapshotStore("nowhere://x")
