@@ -92,7 +92,6 @@ def order(identifier: str) -> tuple[int, int]:
 
 # How large the files of a part are: small in a slow store, because only a durable file tells of progress.
 
-
 FIRST_BYTES = 8 << 20  # of the first file, when nothing is known of the store
 FILE_S = 5.0  # a file should be durable after so many seconds
 
@@ -178,10 +177,11 @@ class SnapshotStore:
             raise
         return SnapshotPart(files, shards)
 
-    def commit(self, manifest: Manifest) -> None:
-        """Commit a snapshot whose parts are all written. After that it is durable.
+    def commit(self, manifest: Manifest, after: str | None = "") -> None:
+        """Commit a snapshot whose parts are all written. After that it is durable. `after`: the newest one as far as
+        its coordinator knows; "": it does not.
 
-        Raises SnapshotFailed when a shard of the layout is missing or the filesystem refuses.
+        Raises SnapshotFailed when a shard is missing, a later coordinator has stored one, or the filesystem refuses.
         """
         _check_name(manifest.id)
         if missing := manifest.missing():
@@ -194,6 +194,9 @@ class SnapshotStore:
         except SnapshotError as error:
             raise SnapshotFailed(f"snapshot {manifest.id} is not committed: {error}") from None
         self._put(manifest.id, f"{manifest.id}/{_MANIFEST}", data)
+        other = self.latest() or manifest.id
+        if after not in ("", other) and order(other)[1] > order(manifest.id)[1]:  # it was paused, or cut off
+            raise SnapshotFailed(f"another coordinator, in place of this one, has stored {other}: end this one")
         self._put(manifest.id, _LATEST, latest_text(manifest.id))
 
     def unseen(self, manifest: Manifest) -> list[str]:
@@ -326,7 +329,7 @@ class SnapshotStore:
         """
         committed = self.manifests()
         by_id = {manifest.id: manifest for manifest in committed}
-        newest = [by_id[name] for name in newest_first(by_id, self._latest(lambda _: None))]
+        newest = [by_id[name] for name in newest_first(by_id, self.latest())]
         kept = wanted(newest, retention) | set(keep) | {found.id for found in committed if versions(found.version)}
         unwanted = [manifest.id for manifest in committed if manifest.id not in kept]
         if unwanted:
@@ -355,12 +358,13 @@ class SnapshotStore:
     def _newest_first(self, say: Callable[[str], None]) -> list[str]:
         """Return the names of the committed snapshots, damaged ones too, in the order in which to try them."""
         committed = [name for name in self._folders() if self._is_committed(name)]
-        latest = self._latest(say)
+        latest = self.latest(say)
         if committed and latest is not None and latest not in committed:
             say(f"{self._files.where(_LATEST)} names snapshot {latest}, which is not there; using the one before it")
         return newest_first(committed, latest)
 
-    def _latest(self, say: Callable[[str], None]) -> str | None:
+    def latest(self, say: Callable[[str], None] = lambda _: None) -> str | None:
+        """The name of the newest committed snapshot; None if there is none, or it cannot be told: `say` gets why."""
         with self._reading("", _LATEST):
             try:
                 data = read_again(lambda: self._files.get(_LATEST, 0, 200))  # a name and a checksum
