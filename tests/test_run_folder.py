@@ -135,6 +135,15 @@ def test_a_file_system_without_locks_keeps_no_launcher_out(tmp_path: Path, monke
         write_plan(Launch(folder=str(tmp_path / "run"), worker=("python",)))
 
 
+def test_a_script_whose_name_is_no_text_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    script = os.fsdecode(os.fsencode(tmp_path) + b"/tr\xe4in.py")
+    Path(script).touch()
+    plan = Launch(folder=str(tmp_path / "run"), worker=(sys.executable, script), script=script)
+    with pytest.raises(UsageError, match=r"tr\\udce4in.py' is no UTF-8: rename it"):
+        run.launch(plan, RunConsole(Console(file=io.StringIO())), made=True)
+    assert [path.name for path in tmp_path.iterdir()] == [Path(script).name]
+
+
 @pytest.mark.parametrize("name", ["code/train.py", "code/inner", "code/inner/model.py"])
 def test_kept_code_that_others_may_write_is_not_run(tmp_path: Path, name: str) -> None:
     """Also a file in it: `code` itself may be copied, or open for a moment."""
