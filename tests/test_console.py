@@ -119,6 +119,16 @@ def test_numbers_are_readable_and_words_are_in_the_right_number(changes: dict[st
     assert said_of(msgspec.structs.replace(PLAN, **changes)) == [sentence]
 
 
+@pytest.mark.parametrize("line", ["epoch:100: loss 3", "w[:x:2]", "C:\\", "step\tloss", "[x] [/x] \\[y]", "é" * 50])
+def test_a_line_of_a_script_is_shown_as_it_was_printed(line: str) -> None:
+    said = io.StringIO()
+    shown = RunConsole(console.Screen(file=said, width=40))
+    for process in ("worker0", "worker1"):
+        shown.relay(process, line)
+    shown.say("epoch:100:")
+    assert said.getvalue().splitlines() == [line, f"worker1 | {line}", "epoch:100:"]
+
+
 def test_a_snapshot_is_named_by_its_step_and_its_size_is_never_nothing() -> None:
     rounds = msgspec.structs.replace(PLAN, steps_per_round=8)
     said = said_of(rounds, Snapshotted("x", 4, 900, 0.25), Snapshotted("y", 400, 12_345_678, 1.0))

@@ -30,6 +30,16 @@ def test_a_traceback_that_all_workers_end_with_is_shown_once_and_the_others_are_
     assert output.summary() == ["worker0, worker2 ended with the same error as worker1"]
 
 
+def test_of_very_many_workers_with_one_error_some_are_named() -> None:
+    output = Output()
+    for n in range(1000):
+        say(output, f"worker{n}", boom("a"))
+        output.ended(f"worker{n}", 0.0)
+    assert output.summary() == [
+        "worker1, worker2, worker3, worker4, worker5 and 994 more ended with the same error as worker0"
+    ]
+
+
 def test_errors_from_other_places_are_others() -> None:
     output = Output()
     say(output, "worker0", boom("a"))

@@ -124,6 +124,26 @@ def test_a_new_run_s_folder_is_written_by_its_owner_alone(tmp_path: Path) -> Non
     refuse_others_words(tmp_path / "run")
 
 
+def test_a_file_system_without_locks_keeps_no_launcher_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre mounted without flock, NFS without lockd: the launcher ended with a traceback."""
+
+    def fails(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", fails)
+    with locked(tmp_path / "run"), coordinated(tmp_path / "run"):
+        write_plan(Launch(folder=str(tmp_path / "run"), worker=("python",)))
+
+
+def test_a_script_whose_name_is_no_text_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    script = os.fsdecode(os.fsencode(tmp_path) + b"/tr\xe4in.py")
+    Path(script).touch()
+    plan = Launch(folder=str(tmp_path / "run"), worker=(sys.executable, script), script=script)
+    with pytest.raises(UsageError, match=r"tr\\udce4in.py' is no UTF-8: rename it"):
+        run.launch(plan, RunConsole(Console(file=io.StringIO())), made=True)
+    assert [path.name for path in tmp_path.iterdir()] == [Path(script).name]
+
+
 @pytest.mark.parametrize("name", ["code/train.py", "code/inner", "code/inner/model.py"])
 def test_kept_code_that_others_may_write_is_not_run(tmp_path: Path, name: str) -> None:
     """Also a file in it: `code` itself may be copied, or open for a moment."""
@@ -613,7 +633,7 @@ def test_a_coordinator_by_hand_takes_no_orders_also_where_nobody_can_tell_whethe
         pass
     with pytest.raises(DataError, match="no run is under way in"):
         read_where(tmp_path)
-    monkeypatch.setattr(folders.fcntl, "flock", has_no_locks)
+    monkeypatch.setattr("fcntl.flock", has_no_locks)
     with pytest.raises(UsageError, match=r"the coordinator in .* was started by hand"):
         read_where(tmp_path)
     write_plan(Launch(worker=("train",), folder=str(tmp_path)))  # a launcher has started it

@@ -40,6 +40,7 @@ from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.transport import InprocTransport
 from rallypoint.store import files
 from rallypoint.store.files import end_threads
+from rallypoint.watch.follow import Log
 from support.beside import until
 
 PATIENCE_S = 60.0
@@ -430,6 +431,18 @@ def test_a_log_whose_disk_gets_room_again_goes_on_and_counts_what_it_missed(
     assert [entry.message.rpartition("jsonl ")[2] for entry in caplog.records] == [
         "cannot be written, the job goes on: No space left on device", "is written again: 3 events are missing",
     ]  # fmt: skip
+
+
+def test_a_log_whose_last_line_is_torn_loses_nothing_of_the_next_coordinator(tmp_path: Path) -> None:
+    """The disk was full, or the machine lost its power: the first event, the plan, stood on the same line."""
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"t":1.0,"type":"Say","text":"whole"}\n{"t":1.5,"ty')
+    for text in ("first", "second"):
+        log = EventLog(str(tmp_path))
+        log.write(Say(text))
+        end_threads(log.stop())
+    assert [event[0] for event in Log(tmp_path).piece() or ()] == [Say("whole"), Say("first"), Say("second")]
+    assert path.read_bytes().count(b"\n") == 4
 
 
 @pytest.mark.slow

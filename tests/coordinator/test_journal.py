@@ -322,6 +322,25 @@ def test_a_journal_that_hangs_is_waited_for_once_and_written_with_the_newest_sta
     end_threads(persistence.stop())
 
 
+def test_a_disk_that_is_slower_than_that_is_waited_for_once_for_each_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has written by the next look is written: it is not asked for the same once more, and again too late."""
+    monkeypatch.setattr(journal_module, "PATIENCE_S", 0.01)
+    said: list[str] = []
+    journal = Hanging()
+    persistence = Persistence(journal, said.append)
+    for count in (1, 2):
+        persistence.save(state(count), 0.0, needed=False)
+        assert journal.asked.get(timeout=WAIT_S) == state(count)
+        journal.leave.release()  # too late
+        while persistence._writer.is_busy:
+            pass
+        persistence.tick(0.5)
+        assert journal.asked.empty()
+        assert len(said) == 2 * count
+        assert said[-1] == "the journal is written again"
+    end_threads(persistence.stop())
+
+
 def test_a_state_that_is_needed_is_waited_for_so_long_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "NEEDED_PATIENCE_S", 0.01)
     journal = Hanging()

@@ -18,6 +18,7 @@ from rallypoint.coordinator.acts import AddFigures, AddPart, BeginSnapshot, Comm
 from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core.cluster.effects import FindSnapshot
 from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
+from rallypoint.core.cluster.storing.snapshot_duty import ATTEMPTS
 from rallypoint.core.protocol import Stored
 from rallypoint.errors import DamagedSnapshot, SnapshotError
 from rallypoint.store import files
@@ -35,8 +36,8 @@ PATIENCE_S = 60.0
 class Keeper:
     """A keeper, and what it has answered."""
 
-    def __init__(self, folder: Path, retention: Retention | None = None) -> None:
-        self.url = str(folder)
+    def __init__(self, folder: Path, retention: Retention | None = None, attempt: int = 1) -> None:
+        self.url, self.attempt = str(folder), attempt
         self.answers: queue.SimpleQueue[inbox.Event] = queue.SimpleQueue()
         self.said: list[str] = []
         self.keeper = SnapshotKeeper(self.url, "zstd", retention or Retention(), self.put)
@@ -49,7 +50,7 @@ class Keeper:
 
     def store(self, version: int, second: Path | None = None) -> str:
         """As servers do: begin, write the parts, tell. The second one may see another folder."""
-        name = snapshot_id(version, 1)
+        name = snapshot_id(version, self.attempt)
         self.keeper.do(BeginSnapshot(name))
         everything = list(records(version))
         for index, url in enumerate((self.url, str(second or self.url))):
@@ -101,6 +102,71 @@ def test_old_ones_are_deleted_and_the_one_that_a_server_may_still_need_is_not(tm
         assert isinstance(keeper.commit(keeper.store(version), version, snapshot_id(1, 1)), inbox.SnapshotCommitted)
     end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [1, 3]
+
+
+LATER = ATTEMPTS + 1
+REPLACED = "another coordinator, in place of this one, has stored {}: end this one"
+
+
+def test_a_coordinator_that_was_paused_and_replaced_makes_no_given_up_course_the_newest(tmp_path: Path) -> None:
+    """Its successor has gone back to an earlier version: it does not delete what was stored of later ones."""
+    paused = Keeper(tmp_path)
+    paused.commit(paused.store(1), 1)
+    name = paused.store(5)
+    later = Keeper(tmp_path, attempt=LATER)
+    assert isinstance(later.commit(newest := later.store(2), 2), inbox.SnapshotCommitted)
+    assert paused.commit(name, 5) == SnapshotLost(name, REPLACED.format(newest))
+    assert later.find() == SnapshotFound(newest, 2)
+    for keeper in (paused, later):
+        end_threads(keeper.keeper.stop())
+
+
+def test_a_coordinator_that_is_cut_off_while_it_writes_a_manifest_deletes_nothing_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine and the store come together again when another coordinator has stored newer ones."""
+    hangs, later = Keeper(tmp_path, Retention(keep_last=2)), list[Keeper]()
+    for version in (1, 2):
+        hangs.commit(hangs.store(version), version)
+    name, put = hangs.store(3), hangs.keeper._store._put
+
+    def late(snapshot: str, path: str, data: bytes) -> None:
+        if not later:
+            later.append(Keeper(tmp_path, Retention(keep_last=3), LATER))
+            assert isinstance(later[0].commit(later[0].store(4), 4), inbox.SnapshotCommitted)
+        put(snapshot, path, data)
+
+    monkeypatch.setattr(hangs.keeper._store, "_put", late)
+    assert hangs.commit(name, 3) == SnapshotLost(name, REPLACED.format(snapshot_id(4, LATER)))
+    end_threads(hangs.keeper.stop())
+    assert later[0].find() == SnapshotFound(snapshot_id(4, LATER), 4)
+    end_threads(later[0].keeper.stop())
+
+
+def test_what_the_store_says_of_earlier_snapshots_holds_no_later_one_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file with the newest one's name is lost; a store has written it, and says that it has not."""
+    keeper = Keeper(tmp_path)
+    keeper.commit(keeper.store(1), 1)
+    (tmp_path / "latest").unlink()
+    assert isinstance(keeper.commit(keeper.store(2), 2), inbox.SnapshotCommitted)
+    keeper.attempt, put = 2, keeper.keeper._store._put
+
+    def fails(snapshot: str, path: str, data: bytes) -> None:
+        put(snapshot, path, data)
+        if path == "latest":
+            raise SnapshotError("it timed out")
+
+    monkeypatch.setattr(keeper.keeper._store, "_put", fails)
+    assert isinstance(keeper.commit(keeper.store(3), 3), SnapshotLost)
+    monkeypatch.undo()
+    keeper.attempt = 3
+    assert isinstance(keeper.commit(keeper.store(4), 4), inbox.SnapshotCommitted)
+    end_threads(keeper.keeper.stop())
+    follows = Keeper(tmp_path, attempt=2)  # its coordinator has a lower number: the one before took very many
+    assert isinstance(follows.commit(follows.store(5), 5), inbox.SnapshotCommitted)
+    end_threads(follows.keeper.stop())
 
 
 def test_the_parts_of_a_snapshot_that_was_given_up_are_forgotten(keeper: Keeper) -> None:

@@ -178,10 +178,39 @@ def test_a_manifest_that_could_not_be_read_is_not_committed(store: SnapshotStore
         store.commit(msgspec.structs.replace(whole, files={}))
 
 
-@pytest.mark.parametrize(("snapshot", "part"), [("../x", "a"), ("step-1", "a"), ("step-00000001-1", "../a")])
-def test_names_that_lead_elsewhere_are_refused(store: SnapshotStore, snapshot: str, part: str) -> None:
+@pytest.mark.parametrize("snapshot", ["../x", "step-1"])
+def test_names_that_lead_elsewhere_are_refused(store: SnapshotStore, snapshot: str) -> None:
     with pytest.raises(UsageError):
-        store.write_part(snapshot, part, [], "none")
+        store.write_part(snapshot, "a", [], "none")
+
+
+def test_a_writer_may_have_any_name(store: SnapshotStore) -> None:
+    """`rallypoint server --id rack1/server0`: no snapshot could be taken."""
+    names = set[str]()
+    writers = ("rack1/server0", "rack1 server0", "../server0", "-s", "Bücher:0", "s" * 200, "é" * 200)
+    for version, name in enumerate(writers, 1):
+        id, everything = snapshot_id(version, 1), list(records(version))
+        part = store.write_part(id, name, everything, "none")
+        manifest = msgspec.structs.replace(
+            take(store, version, 2), id=id, compression="none", shards=part.shards, files=part.files
+        )
+        store.commit(manifest)
+        store.verify(manifest)
+        assert same(list(store.read(store.load(id), SHARDS)), everything)
+        names |= part.files.keys()
+    assert len(names) == len(writers), "each has files of its own"
+
+
+@pytest.mark.parametrize("name", ["resnet::lr=0.1", "a::b", "x:y", "#1?%20", "[1]*"])
+def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    """``--folder runs/resnet::lr=0.1``: its snapshots came into ``runs/resnet``, with those of other runs."""
+    folder = tmp_path / name / "snapshots"
+    store = SnapshotStore(str(folder))
+    for version in (1, 2):
+        take(store, version)
+    store.retain(Retention(keep_last=1))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", snapshot_id(2, 1)]
 
 
 def test_an_unknown_kind_of_place_is_named() -> None:

@@ -116,6 +116,11 @@ class ClusterContract:
         how = started.exit()
         assert (how.died, how.signal, how.status) == (True, "SIGKILL", 137)
 
+    def test_a_signal_without_a_name_is_a_death_too(self, running: Cluster) -> None:
+        """Real-time signals have numbers only: a scheduler may send them."""
+        how = Started(running, f"import os; os.kill(os.getpid(), {signal.SIGRTMIN + 6})").exit()
+        assert (how.died, how.signal, how.status) == (True, "signal 40", 168)
+
     def test_a_process_may_answer_a_signal(self, running: Cluster) -> None:
         code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); " + _SLEEP
         started = Started(running, code)

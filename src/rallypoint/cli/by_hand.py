@@ -232,7 +232,7 @@ def doctor(
     from rallypoint.launch.commands.doctor import listen as be_a_probe
     from rallypoint.launch.console import Screen
 
-    screen, access = Screen(highlight=False), access_of(token_file, "observer", tls, bind=listen)
+    screen, access = Screen(), access_of(token_file, "observer", tls, bind=listen)
     if listen:
         be_a_probe(access, listen, screen)
         return

@@ -106,7 +106,7 @@ def chaos(
     if not plan.snapshots:
         raise UsageError("chaos compares the last snapshots of two runs: leave out --snapshots none")
     raise typer.Exit(play(
-        plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite,
+        plan, faults, seed, Screen(), json=json, overwrite=options.overwrite,
         made=not options.folder,
     ))  # fmt: skip
 
@@ -222,4 +222,4 @@ def plan(
     from rallypoint.launch.commands.costing import answer
     from rallypoint.launch.console import Screen
 
-    answer(options, run, Screen(highlight=False))
+    answer(options, run, Screen())

@@ -87,7 +87,6 @@ class Stateful(Protocol):
 
 # ---- Scratch buffers: codecs process long shards in pieces that stay in a core's cache ----
 
-
 PIECE_WORDS = 1 << 17  # 512 KiB: a piece, its source and its result fit a 2 MiB second-level cache
 _BUFFERS = 3
 
@@ -134,7 +133,6 @@ def pieces(words: int) -> Iterator[tuple[int, int]]:
 
 # ---- Random bits from a seed: the same on every machine. One draw gives four 16-bit values ----
 
-
 _SEED_MASK = (1 << 64) - 1
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -170,7 +168,6 @@ class Bits:
 
 
 # ---- A payload's bytes as tensors, and checks of a codec's arguments ----
-
 
 ALIGNMENT = 4  # bytes
 

@@ -52,7 +52,6 @@ from rallypoint.observe.lines import Allowance, Once
 
 # Says what makes a run's bytes comparable with another's: the hash of its first weights, and its intra-op threads.
 
-
 _NAMED = 3  # workers that a sentence names
 
 
@@ -113,7 +112,6 @@ def of_threads(record: JobRecord) -> list[str]:
 
 
 # Which samples of members' machines and links are kept in the event log, and under which names.
-
 
 _EVERY_S = 4.0  # of a member: a little less than members' own period
 _MOST_A_SECOND = 20.0  # of all members together: in a large job each is kept less often

@@ -142,7 +142,6 @@ def event_of(sender: str, message: Message) -> cluster_events.Event:
 
 # Checks that the workers' own optimizers have the same settings: each report carries a digest of them (AllReduce).
 
-
 _KEPT = 4  # steps: a report may arrive after another worker's report of the next step
 
 

@@ -24,7 +24,6 @@ from rallypoint.net.transport import Transport
 
 # ---- Checks which messages the coordinator accepts, and from which role ----
 
-
 MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
 MOST_THREADS = 1 << 16  # as in `Welcome`
 _AGE_S = 1e9  # no wait is longer

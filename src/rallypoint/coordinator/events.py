@@ -40,16 +40,17 @@ class EventLog:
 
     def __init__(self, folder: str) -> None:
         self._path, self._descriptor = Path(folder) / "events.jsonl", -1
+        self._torn = False  # the last line is not complete
         if folder:
             self._descriptor = os.open(self._path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-            if stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-                with contextlib.suppress(OSError):  # another user's
+            if stat.S_ISREG((about := os.fstat(self._descriptor)).st_mode):
+                with contextlib.suppress(OSError), self._path.open("rb") as file:  # another user's
+                    self._torn = os.pread(file.fileno(), 1, max(0, about.st_size - 1)) not in (b"", b"\n")
                     os.fchmod(self._descriptor, 0o600)
         self._start = time.monotonic()
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         self._lock = threading.Lock()  # for `_dropped`
         self._dropped, self._again_at = 0, 0.0
-        self._torn = False  # the last line is not complete
         self._thread = threading.Thread(target=self._run, name="event log", daemon=True)
 
     def write(self, event: msgspec.Struct) -> None:

@@ -145,7 +145,6 @@ def _listening(view: View) -> Iterator[tuple[str, Member]]:
 # Each process that joins under a new name costs a view, a write to the journal and some lines. Who knows the token
 # can be ever new ones: beyond a number that no honest cluster comes to, they are let in one after another.
 
-
 _JOINS, _JOINS_EACH, _JOIN_S = 1024, 4, 0.25  # so many may join, and more for each member wanted; then one each 0.25 s
 
 

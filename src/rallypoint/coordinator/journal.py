@@ -29,6 +29,7 @@ log = logging.getLogger("rallypoint")
 JOURNAL = "journal.sqlite"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 PATIENCE_S = 5.0  # a disk that takes longer hangs: views are published without it, and steps go on meanwhile
+_AGAIN_PATIENCE_S = 1.0  # of one that could not be written before
 NEEDED_PATIENCE_S = 30.0  # before the job has begun
 _SCHEMA = """
 create table if not exists record (id integer primary key check (id = 1), body blob not null);
@@ -197,8 +198,12 @@ class Persistence:
             self._try(now, needed=needed)
 
     def tick(self, now: float) -> None:
-        """Try again if it is time."""
-        if self._unsaved is not None and now >= self._again_at and not self._writer.is_busy:
+        """Try again if it is time, unless a slow disk has written the newest state by now."""
+        if self._unsaved is None or self._writer.is_busy:
+            return
+        if self._writer.written is self._unsaved:
+            self._is_saved()
+        elif now >= self._again_at:
             self._try(now, needed=False)
 
     def stop(self) -> EndingThread:
@@ -207,8 +212,9 @@ class Persistence:
 
     def _try(self, now: float, *, needed: bool) -> None:
         assert self._unsaved is not None
+        patience = PATIENCE_S if self._pause == 0.0 else min(PATIENCE_S, _AGAIN_PATIENCE_S)
         try:
-            self._writer.write(self._unsaved, NEEDED_PATIENCE_S if needed else PATIENCE_S)
+            self._writer.write(self._unsaved, NEEDED_PATIENCE_S if needed else patience)
         except DataError as error:
             if needed:
                 raise
@@ -220,6 +226,9 @@ class Persistence:
             self._pause = min(max(2 * self._pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
             self._again_at = now if self._writer.is_busy else now + self._pause  # one that hangs needs no pause
             return
+        self._is_saved()
+
+    def _is_saved(self) -> None:
         if self._pause > 0.0:
             self._say("the journal is written again")
         self._unsaved, self._pause = None, 0.0
@@ -233,6 +242,7 @@ class _Writer:
         self._changed = threading.Condition()
         self._state: ClusterState | None = None  # being written
         self._error: Exception | None = None  # of the last one
+        self.written: ClusterState | None = None  # the last one that is durable
         self._stopping = False
         self._last: ClusterState | None = None  # to be written before the end
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -275,6 +285,7 @@ class _Writer:
             except Exception as failure:  # `write` raises it to whoever waits
                 error = failure
             with self._changed:
+                self.written = state if error is None else self.written
                 self._state, self._error = None, error
                 self._changed.notify_all()
         if self._last is not None:

@@ -92,7 +92,6 @@ class Owner:
 
 # The time without pauses of this process.
 
-
 _LATE_TICK = 2  # time between two ticks beyond so many tick intervals was a pause of this process
 
 

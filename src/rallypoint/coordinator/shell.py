@@ -316,9 +316,7 @@ class CoordinatorShell:
                 return self._publish(view, members)
             case cluster_effects.AskBackupTask(worker=worker, step=step, replica=replica):
                 return self._send(Assist(step, replica), worker)
-            case (
-                cluster_effects.Announce() | cluster_effects.TellHeld() | cluster_effects.PeriodTuned()
-            ):  # fmt: skip
+            case cluster_effects.Announce() | cluster_effects.TellHeld() | cluster_effects.PeriodTuned():
                 return self._announce(sentence_of(effect))
             case cluster_effects.Note(text=text):
                 return [AppendLog(Say(text))]

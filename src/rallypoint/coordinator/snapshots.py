@@ -49,6 +49,8 @@ class SnapshotKeeper:
         self._complete: dict[int, Manifest] = {}  # by step of training; only the keeper's thread looks here
         # What to do, each with the phrase that names it
         self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._newest: str | None = ""  # the store's newest snapshot as far as this coordinator knows; "": it does not
+        self._tasks.put(("a look at the snapshots", self._look))
         self._doing = ""
         self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
         self._thread.start()
@@ -103,6 +105,10 @@ class SnapshotKeeper:
             except Exception as error:  # else the coordinator would wait for an answer for ever
                 self._put(inbox.EndWanted(f"the thread for snapshots failed: {sentence_of(error)}"))
 
+    def _look(self) -> None:
+        with contextlib.suppress(Exception):
+            self._newest = self._store.latest()
+
     def _commit(self, act: CommitSnapshot, manifest: Manifest, parts: _Parts) -> None:
         try:
             if unseen := self._unseen(manifest):
@@ -110,7 +116,8 @@ class SnapshotKeeper:
                 first = manifest.version == 0  # nothing is lost yet, and later ones would not be seen either
                 self._put(inbox.EndWanted(why) if first else SnapshotLost(manifest.id, why))
                 return
-            self._store.commit(manifest)
+            self._store.commit(manifest, self._newest)
+            self._newest = manifest.id
         except Exception as error:  # a remote filesystem may raise anything; the job waits for an answer
             self._put(SnapshotLost(manifest.id, sentence_of(error)))
             return

@@ -21,7 +21,6 @@ from rallypoint.errors import ModelError
 #
 # Row r is in part r modulo the number of parts, so that frequently used rows are spread evenly.
 
-
 PART_BYTES = 16 << 20  # quick to move; with an optimizer's two moments far below the limit of a frame
 _SPREAD = 8  # the least number of parts, where each has at least a shard's bytes: every server should have some
 

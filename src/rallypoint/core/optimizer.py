@@ -224,7 +224,6 @@ def takes(average: Average, version: int) -> bool:
 # backward pass that needs it. The server that holds it tells it to the others with its measure of the step's sums
 # (`core/shard/clip.py`).
 
-
 ENTRY = "rallypoint.loss_scale"  # the layout's name for (scale, steps applied since it has changed)
 _LARGEST, _SMALLEST = 2.0**127, 2.0**-126  # fp32 holds these, and all powers of two between them
 

@@ -398,7 +398,6 @@ def reassign_orphans(
 # A difference names its base by number, and carries a digest of the view that it must lead to. So a wrong base, or a
 # wrong difference, is found by who applies it, and is never taken for a view.
 
-
 _K = TypeVar("_K", int, str)
 _V = TypeVar("_V")
 _DIGEST_BYTES = 16

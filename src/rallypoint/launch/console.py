@@ -12,11 +12,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, TextIO, cast
+from typing import IO, Any, TextIO, cast
 
 from rich.console import Console
+from rich.control import strip_control_codes
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.table import Column
 from rich.text import Text
 
@@ -38,7 +41,7 @@ from rallypoint.core.protocol import (
     Waiting,
 )
 from rallypoint.core.shard.clip import phrase
-from rallypoint.core.typed import counted
+from rallypoint.core.typed import counted, named
 from rallypoint.errors import StartAgain
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.plan import Launch
@@ -155,7 +158,7 @@ class Output:
     def summary(self) -> list[str]:
         """Return a sentence for each error that several workers ended with."""
         return [
-            f"{', '.join(others)} ended with the same error as {first}"
+            f"{named(others)} ended with the same error as {first}"
             for first, *others in self._shown.values() if others
         ]  # fmt: skip
 
@@ -204,6 +207,9 @@ class Screen(Console):
 
     closed = False
     hurried = False  # at the end of `unhurried`: do not wait long for the reader
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"highlight": False, "emoji": False, **options})  # ``epoch:100:`` is said as it is
 
     @property
     def file(self) -> IO[str]:
@@ -366,7 +372,7 @@ class RunConsole:
     later = False  # the job was begun before: count from the first step that is told of
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Screen(highlight=False)
+        self.console = console or Screen()
         self.state = RunState()
         self.failure: str | None = None
         self.finished = False
@@ -395,8 +401,9 @@ class RunConsole:
     def relay(self, process: str, line: str) -> None:
         """Show a line that a process printed. After the job, a worker's lines get no prefix."""
         own_words = process == "worker0" or (self.finished and process.startswith("worker"))
-        prefix = "" if own_words or line.startswith("weights sha256 ") else f"[dim]{escape(process)} |[/dim] "
-        self.console.print(prefix + escape(line), soft_wrap=True)
+        prefix = "" if own_words or line.startswith("weights sha256 ") else f"{process} | "
+        parts = [Segment(prefix, Style(dim=True)), Segment(strip_control_codes(line)), Segment.line()]
+        self.console.print(Segments(parts), soft_wrap=True)  # (as text its tabs would become spaces)
 
     def relay_all(self, lines: Iterable[ShownLine]) -> None:
         """Show these lines that processes printed."""

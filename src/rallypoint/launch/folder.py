@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import shlex
@@ -80,13 +79,14 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UsageError(f"{folder} cannot be a run's folder: {error.strerror}; choose another --folder") from None
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        free = True
+        with contextlib.suppress(OSError):  # ENOLCK, ENOSYS: a file system without locks keeps nobody out
+            free = lock_within(fd, 0.0, _LOOK_S)
+        if not free:
             raise UnderWay(
                 f"a run is under way in {folder}: end it first (Ctrl-C where it was started), or choose another "
                 "--folder"
-            ) from None
+            )
         yield
     finally:
         os.close(fd)

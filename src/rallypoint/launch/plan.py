@@ -241,6 +241,8 @@ def write_plan(plan: Launch) -> None:
     try:
         with opened(Path(plan.folder)) as folder:  # for this user alone: a command line may hold secrets
             folder.write(RUN_FILE, msgspec.json.format(msgspec.json.encode(plan), indent=2))
+    except UnicodeEncodeError as error:  # names of files may be any bytes
+        raise UsageError(f"{error.object!r} is no UTF-8: rename it, or begin elsewhere") from None
     except OSError as error:
         raise UsageError(f"{Path(plan.folder) / RUN_FILE} cannot be written: {error.strerror}") from None
 

@@ -86,8 +86,8 @@ def launch(
             refuse_an_old_run(folder, plan.snapshots)
         if plan.engine == "local":  # else the servers' machines write them
             refuse_unwritable_snapshots(plan.snapshots)
+        write_plan(plan)  # first: without it `not_begun` takes the code for a user's own
         edited = _keep_code(plan, console, original=original)
-        write_plan(plan)
         console.console.print(f"[dim]the run's folder: {escape(plan.folder)}[/dim]", soft_wrap=True)
         screen = console.console
         screen.print(f"[dim]starting {_started(plan)}: each imports torch first[/dim]", soft_wrap=True)

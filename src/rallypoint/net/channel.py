@@ -156,7 +156,6 @@ def _seals(secret: bytes, *, macs: bool) -> tuple[hashlib.blake2b, AESGCM | None
 
 # ---- The frames that wait to be sent on one channel, and how many bytes of them may ----
 
-
 Rank = tuple[int, ...]  # compared as tuples are; () is the lowest
 
 _ITS_OWN = object()  # begins the place of a frame that has none
@@ -260,7 +259,6 @@ class Outbox:
 
 
 # ---- A connection that carries frames. One thread sends from a queue; the owner's thread receives ----
-
 
 log = logging.getLogger("rallypoint")
 LENT_BYTES = 8 << 20  # of payloads that one side of a channel lends at once, or one payload
@@ -489,7 +487,6 @@ class Channel:
         kind, shard = item.header.kind.name, item.header.shard
         with self._tracer.span("send", kind=kind, shard=shard, waiting=self._outbox.nbytes):
             return self._transmit(item)
-
 
     def _fail(self, fault: Exception) -> None:
         """Close the channel. The receiving thread learns why."""

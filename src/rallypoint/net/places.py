@@ -14,7 +14,6 @@ from rallypoint.net.tcp import is_ipv6, split_address
 
 # Where a job's coordinator may be: addresses, a file, or DNS. Members ask again at each attempt to reach it.
 
-
 if TYPE_CHECKING:
     import dns.resolver
 
@@ -101,7 +100,6 @@ def _in_dns(resolver: dns.resolver.Resolver, name: str) -> list[str]:
 
 
 # The addresses of this machine's network interfaces, by name. Linux only: of others, give the address itself.
-
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 _IFREQ = 40  # bytes of a struct ifreq: 16 of name, then a sockaddr

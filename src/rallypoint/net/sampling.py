@@ -28,7 +28,6 @@ from rallypoint.observe.usage import Flow, LinkPace, LinkUsage, Traffic, Usage, 
 
 # ---- Makes a member's samples: rates from counters that it reads now and then ----
 
-
 EVERY_S = 5.0
 
 
@@ -104,7 +103,6 @@ def _share(part: float, whole: float) -> float:
 
 
 # How fast the links of servers take what this member sends: bytes, and the time in which some were on their way.
-
 
 _LEAST_BYTES = 256 << 10  # of one connection since the last beat: fewer say more of round trips than of links
 

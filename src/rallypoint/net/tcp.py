@@ -530,7 +530,6 @@ def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:
 
 # ---- At which of this machine's addresses a process listens ----
 
-
 EVERYWHERE = "[::]"  # all addresses of both families: a cluster may have the one, the other or both
 
 

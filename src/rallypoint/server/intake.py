@@ -34,7 +34,6 @@ from rallypoint.store.record import ShardRecord, decode_record, read_state
 
 # ---- Checks what a frame of each kind may carry in this job. A wrong frame raises ProtocolError (I9) ----
 
-
 _LARGEST_NORM = 1e60  # of a vector of fp32 of any length
 _measures = msgspec.msgpack.Decoder(tuple[Measure, ...])
 _choice = msgspec.msgpack.Decoder(tuple[int, ...])

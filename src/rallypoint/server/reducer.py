@@ -359,7 +359,6 @@ class ShardEffects:
 # (`core/shard/shell.py`) decides whether it counts. The machine answers with effects. `ShardEffects` runs them. All of
 # this runs on the owner's thread.
 
-
 _WHILE_UPDATED = frozenset({  # events that touch no tensors but by effects on a shard
     inbox.Pushed, inbox.UpdateMade, inbox.UpdateCame, inbox.AckCame, inbox.VerdictCame, inbox.Told, inbox.WantCame,
     inbox.PullCame, inbox.Wake,

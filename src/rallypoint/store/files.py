@@ -40,8 +40,9 @@ class Files:
     """
 
     def __init__(self, url: str) -> None:
-        try:
-            self._fs, root = fsspec.core.url_to_fs(url)
+        try:  # (fsspec takes ``a::b``, which a folder may be called, for a chain)
+            local = LocalFileSystem(), LocalFileSystem._strip_protocol(url)
+            self._fs, root = fsspec.core.url_to_fs(url) if "://" in url else local
         except (ValueError, ImportError) as error:
             raise ConfigError(f"{url} is no place for snapshots: {error}") from None
         self._root: str = root.rstrip("/")

@@ -92,7 +92,6 @@ def order(identifier: str) -> tuple[int, int]:
 
 # How large the files of a part are: small in a slow store, because only a durable file tells of progress.
 
-
 FIRST_BYTES = 8 << 20  # of the first file, when nothing is known of the store
 FILE_S = 5.0  # a file should be durable after so many seconds
 
@@ -151,12 +150,14 @@ class SnapshotStore:
         self, snapshot_id: str, part: str, records: Iterable[ShardRecord], compression: Compression,
         written: Callable[[SnapshotPart], object] = lambda file: None,
     ) -> SnapshotPart:  # fmt: skip
-        """Write some of a snapshot's shards as files `<part>-<n>.shards`; `part` is the writer's own name.
+        """Write some of a snapshot's shards as files `<part>-<n>.shards`; `part` is the writer's own name, or a hash of
+        one that cannot be a file's.
 
         Takes one record after the other, each when the one before it has been written. `written` gets each file as soon
         as it is there. Removes the part's files on any failure. Raises SnapshotFailed when the filesystem refuses.
         """
-        _check_names(snapshot_id, part)
+        _check_name(snapshot_id)
+        part = part if _PART.fullmatch(part) else checksum_of(part.encode())
         files: dict[str, int] = {}
         shards: dict[int, ShardEntry] = {}
         try:
@@ -176,12 +177,13 @@ class SnapshotStore:
             raise
         return SnapshotPart(files, shards)
 
-    def commit(self, manifest: Manifest) -> None:
-        """Commit a snapshot whose parts are all written. After that it is durable.
+    def commit(self, manifest: Manifest, after: str | None = "") -> None:
+        """Commit a snapshot whose parts are all written. After that it is durable. `after`: the newest one as far as
+        its coordinator knows; "": it does not.
 
-        Raises SnapshotFailed when a shard of the layout is missing or the filesystem refuses.
+        Raises SnapshotFailed when a shard is missing, a later coordinator has stored one, or the filesystem refuses.
         """
-        _check_names(manifest.id)
+        _check_name(manifest.id)
         if missing := manifest.missing():
             raise SnapshotFailed(
                 f"snapshot {manifest.id} lacks {len(missing)} shards (the first is {missing[0]}) and is not committed"
@@ -192,6 +194,9 @@ class SnapshotStore:
         except SnapshotError as error:
             raise SnapshotFailed(f"snapshot {manifest.id} is not committed: {error}") from None
         self._put(manifest.id, f"{manifest.id}/{_MANIFEST}", data)
+        other = self.latest() or manifest.id
+        if after not in ("", other) and order(other)[1] > order(manifest.id)[1]:  # it was paused, or cut off
+            raise SnapshotFailed(f"another coordinator, in place of this one, has stored {other}: end this one")
         self._put(manifest.id, _LATEST, latest_text(manifest.id))
 
     def unseen(self, manifest: Manifest) -> list[str]:
@@ -212,7 +217,7 @@ class SnapshotStore:
 
     def discard(self, snapshot_id: str) -> None:
         """Delete a snapshot, or an attempt at one: first the manifest, so a half-deleted one is not committed."""
-        _check_names(snapshot_id)
+        _check_name(snapshot_id)
         with self._deleting(snapshot_id):
             self._files.remove(f"{snapshot_id}/{_MANIFEST}")
             self._files.remove_folder(snapshot_id)
@@ -258,7 +263,7 @@ class SnapshotStore:
 
         Raises DamagedSnapshot when it is missing or not what was written.
         """
-        _check_names(snapshot_id)
+        _check_name(snapshot_id)
         with self._reading(snapshot_id, _MANIFEST):
             data = read_again(lambda: self._files.get(f"{snapshot_id}/{_MANIFEST}", 0, _MOST_BYTES + 1))
         if len(data) > _MOST_BYTES:
@@ -324,7 +329,7 @@ class SnapshotStore:
         """
         committed = self.manifests()
         by_id = {manifest.id: manifest for manifest in committed}
-        newest = [by_id[name] for name in newest_first(by_id, self._latest(lambda _: None))]
+        newest = [by_id[name] for name in newest_first(by_id, self.latest())]
         kept = wanted(newest, retention) | set(keep) | {found.id for found in committed if versions(found.version)}
         unwanted = [manifest.id for manifest in committed if manifest.id not in kept]
         if unwanted:
@@ -353,12 +358,13 @@ class SnapshotStore:
     def _newest_first(self, say: Callable[[str], None]) -> list[str]:
         """Return the names of the committed snapshots, damaged ones too, in the order in which to try them."""
         committed = [name for name in self._folders() if self._is_committed(name)]
-        latest = self._latest(say)
+        latest = self.latest(say)
         if committed and latest is not None and latest not in committed:
             say(f"{self._files.where(_LATEST)} names snapshot {latest}, which is not there; using the one before it")
         return newest_first(committed, latest)
 
-    def _latest(self, say: Callable[[str], None]) -> str | None:
+    def latest(self, say: Callable[[str], None] = lambda _: None) -> str | None:
+        """The name of the newest committed snapshot; None if there is none, or it cannot be told: `say` gets why."""
         with self._reading("", _LATEST):
             try:
                 data = read_again(lambda: self._files.get(_LATEST, 0, 200))  # a name and a checksum
@@ -459,11 +465,9 @@ def _write_file(
     return entries
 
 
-def _check_names(snapshot_id: str, part: str = "part") -> None:
+def _check_name(snapshot_id: str) -> None:
     if age(snapshot_id) is None:
         raise UsageError(f"{snapshot_id!r} is no snapshot's name: they are like step-00000120-10003")
-    if not _PART.fullmatch(part):
-        raise UsageError(f"{part!r} cannot name a part of a snapshot: use letters, digits, '.', '_' and '-'")
 
 
 def _damage(snapshot_id: str, file: str, what: str) -> str:

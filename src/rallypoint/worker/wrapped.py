@@ -60,7 +60,6 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 # ---- The run of a script whose loop is its own: it is driven by `step`, and its gradients are in ``.grad`` ----
 
-
 Figures = Mapping[str, float | torch.Tensor]
 
 
@@ -203,7 +202,6 @@ class OwnRun(Run):
 
 
 # ---- The batches of a script's own loader, epoch after epoch, from the step at which the job is ----
-
 
 _B_co = TypeVar("_B_co", covariant=True)
 _B = TypeVar("_B")

@@ -27,7 +27,6 @@ from rallypoint.core.view import View, ViewNumber, holds
 
 # ---- Chooses the strategies of a job from its mode. No other file of `core/cluster` reads the mode's description ----
 
-
 _RECOVERY: dict[StateHolder, Callable[[], Recovery]] = {
     StateHolder.SERVERS: ServersHoldState,
     StateHolder.WORKERS: WorkersHoldState,

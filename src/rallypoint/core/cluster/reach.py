@@ -280,7 +280,6 @@ class Reach:
 # A member under whose name another process has come counts as heard here: the network is well, and the member is dead.
 # Containers that a machine starts again in place come like that, all of them at once.
 
-
 FEW = 4  # at most one member in so many is heard: the coordinator presumes itself cut off
 RETURN_S = 3.0  # after a cut, TCP may wait so long before it tries again: members that come back need that time
 

@@ -8,7 +8,6 @@ from rallypoint.core.modes.traits import Feature, ModeName
 
 # What a loop of the script's own (`rp.wrap`) does not go together with, and why.
 
-
 OWN_LOOP = {
     Feature.BACKUP_TASKS: "no other process has the replica's batches; leave --backup-tasks out",
     Feature.AUDIT: "no other process has the replica's batches; leave audit out",

@@ -56,7 +56,6 @@ def elastic_goodput(stall: float, mtbf: float) -> float:
 #     M        the mean time between losses of the state, which take the job back to a snapshot: the time so far by
 #              their number, as if before it there had been one more in an hour
 
-
 PRIOR_S = 3600.0  # with one loss in it: what is assumed before any was seen
 SHORTEST_S, LONGEST_S = 10.0, 3600.0
 SNAPSHOTS = 3  # whose cost is known before anything is changed

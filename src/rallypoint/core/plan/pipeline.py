@@ -36,7 +36,6 @@ from rallypoint.core.plan.workload import Workload
 #
 # Where there are few, a bundle would wait for the last of its shards: `split` then makes smaller groups of servers.
 
-
 MOST_BUNDLES = 256  # a step of more is computed with larger shards
 _FEWEST_BUNDLES, _MOST_GROUPS = 32, 16
 
@@ -114,7 +113,6 @@ def _shard_words(workload: Workload, servers: Sequence[Servers]) -> int:
 #     network = Flows({"worker": 125e6, "server": 125e6})
 #     network.start("push", 1e6, {"worker": 1.0, "server": 4.0})     # 1 MB each: 31.25 MB/s each
 #     network.first_end()                                            # 0.032
-
 
 _ENDS = 1e-9  # a transfer with so little left, of its bytes, has ended: rounding
 

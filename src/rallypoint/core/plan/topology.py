@@ -88,7 +88,6 @@ build_now(Topology)
 # A weight is a link's speed over that of the median server. Members say how fast their links are, and measure those of
 # servers; none may starve the others by what it says, so each weight has a limit.
 
-
 _LEAST_MBIT = 1e-3  # who says less says nothing
 LEAST, MOST = 1 / 16, 16.0  # of a weight: what one server can be worth, compared with the median
 

@@ -150,7 +150,6 @@ class Window(NamedTuple):
 # the next candidate is compared with the last 8 of them. So the job is never slower than at the start by more than 2 %
 # for longer than one trial.
 
-
 WARM_UP = 2  # steps after a change that are not measured: some of their bytes were sent before it
 SCREENED, MEASURED, BESIDE = 4, 12, 8  # steps
 BETTER = 0.98  # of the step time in force: what gains less is not worth a change
@@ -461,7 +460,6 @@ def _told_mbit(view: View) -> float:
 
 
 # How large shards are to be, where the job does not say: chosen once, by the cost model, before any step.
-
 
 _SIZES = tuple(SHARD_BYTES >> power for power in range(6))  # 1 MiB to 32 KiB
 _NEAR = 1.05  # of the shortest step: larger shards cost processors less

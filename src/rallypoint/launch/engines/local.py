@@ -84,7 +84,8 @@ class LocalProcess:
         last = time.monotonic() - self._ended_at < _OUTPUT_S or (self._passing and self._late <= _MOST_LATE)
         if self._reader.is_alive() and not self._given_up and last:
             return None  # (who asks may be the one who shows them)
-        return Exit(code) if code >= 0 else Exit(128 - code, signal.Signals(-code).name, self._reason)
+        name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")  # (not all have names)
+        return Exit(code) if code >= 0 else Exit(128 - code, name, self._reason)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and to its children."""

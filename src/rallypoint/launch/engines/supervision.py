@@ -197,7 +197,7 @@ class RankSupervisor:
         found = msgspec.json.encode(FoundJob(self._address, token_file))
         stack.enter_context(board_of(place).published(found))
         # Other ranks print between our lines
-        screen = Screen(file=cast(IO[str], self._output), highlight=False, force_terminal=False)
+        screen = Screen(file=cast(IO[str], self._output), force_terminal=False)
         where, transport = Where(self._address, self._token), access_of(role="observer").transport
         self._console, *_ = stack.enter_context(shown(where, transport, screen))
 
