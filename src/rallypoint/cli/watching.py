@@ -6,7 +6,6 @@ import contextlib
 import functools
 import io
 import os
-import secrets
 import signal
 import sys
 import threading
@@ -19,7 +18,7 @@ import typer
 from rallypoint.cli.app import AFTER, RUNNING, app
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.launch.observing.beside import facts_of, follow, resolved_of
+from rallypoint.launch.observing.beside import facts_of, resolved_of
 from rallypoint.launch.options import RunFolder
 from rallypoint.watch.follow import EVENTS
 
@@ -40,9 +39,6 @@ def watch(
         "--port", min=0, max=65535, help="The page's port on this machine; by default any free one.",
         show_default=False,
     )] = 0,
-    buttons: Annotated[bool, typer.Option(
-        "--buttons", help="With buttons (pause, stop, resize, ...), which need a second token that is printed.",
-    )] = False,
 ) -> None:  # fmt: skip
     """Show a run, or several in one chart, during the run or afterwards, as a page in the browser.
 
@@ -51,9 +47,8 @@ def watch(
 
     Example: [bold]rallypoint watch runs/20260131-235959[/bold]
     """
-    for name, given in (("--track", track), ("--buttons", buttons)):
-        if given and len(runs) > 1:
-            raise UsageError(f"{name} is for one run: name one folder")
+    if track and len(runs) > 1:
+        raise UsageError("--track is for one run: name one folder")
     runs = _begun(runs)
     if track:
         _track(runs[0], track)
@@ -62,22 +57,18 @@ def watch(
     elif len(runs) > 1:
         _compare(_named(runs), port)
     else:
-        _serve(runs[0], port, buttons=buttons)
+        _serve(runs[0], port)
 
 
-def _serve(run: Path, port: int, *, buttons: bool) -> None:
+def _serve(run: Path, port: int) -> None:
     from rallypoint.launch.observing.beside import check_page
 
     check_page()
-    from rallypoint.watch.app import Operator, served
+    from rallypoint.watch.app import served
 
     if hold_lifeline():  # of a run that serves its own page
         os.nice(_NICE)
-
-    operator = Operator(secrets.token_urlsafe(16), functools.partial(follow, run)) if buttons else None
-    if operator is not None:
-        print(f"the operator's token, for its buttons: {operator.token}", flush=True)
-    with served(run, facts_of(run), port, operator, functools.partial(resolved_of, run)) as (address, server):
+    with served(run, facts_of(run), port, functools.partial(resolved_of, run)) as (address, server):
         print(f"the page of {run}: {address}", flush=True)
         server.answer()
 

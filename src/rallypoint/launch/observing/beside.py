@@ -15,16 +15,14 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rallypoint.coordinator.fingerprints import KeptFingerprints
 from rallypoint.coordinator.journal import kept_state
 from rallypoint.core.cluster.terms import copies_of
 from rallypoint.core.job import JobRecord
-from rallypoint.core.protocol import AnyOrder, Drain, Pause, StopWanted
 from rallypoint.errors import DataError, RallypointError, UsageError, to_install
 from rallypoint.launch import environment
-from rallypoint.launch.commands import ask
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Command, Exit
 from rallypoint.launch.engines.local import Lines
@@ -35,9 +33,6 @@ from rallypoint.launch.observing.reports import AutomaticReports
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.observe.lines import Allowance
 from rallypoint.observe.trace import merge
-
-if TYPE_CHECKING:
-    from rallypoint.watch.app import Wish
 
 _NEWEST = 8  # of so many versions one is looked for of which all shards have told their digests
 
@@ -96,33 +91,6 @@ def _flat(settings: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, st
             yield from _flat(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", str(value)
-
-
-def follow(run: Path, wish: Wish) -> str:
-    """Carry the order out on the run in this folder. Returns a sentence; RallypointError if it cannot be done."""
-    match wish.order:
-        case "snapshot":
-            return ask.take_snapshot(run, _unsaid)
-        case "resize":
-            if not wish.workers and not wish.servers:
-                raise UsageError("to what size? give a number of workers or of servers")
-            return ask.resize(run, wish.workers, wish.servers, _unsaid)
-        case _:
-            return ask.order(run, _order(wish), _unsaid)
-
-
-def _unsaid(sentence: str) -> None:
-    """The page shows only what has come of an order."""
-
-
-def _order(wish: Wish) -> AnyOrder:
-    match wish.order:
-        case "stop":
-            return StopWanted(wish.reason)
-        case "drain":
-            return Drain(wish.member)
-        case _:
-            return Pause(on=wish.order == "pause")
 
 
 _END_S = 3.0  # seconds in which it may tell others how the run has ended
