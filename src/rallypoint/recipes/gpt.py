@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 import rallypoint as rp
 from rallypoint.recipes import recipe
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
-from rallypoint.recipes.picture import save_picture
 from rallypoint.recipes.text import load_text
 
 PROGRAM = "python -m rallypoint.recipes.gpt"
@@ -89,7 +88,6 @@ def train(
             whole = model if job.ranks == 1 else _gathered(model)
             if run.lead:
                 _finish(whole, validation, out or run.folder)
-                print(save_picture(run.folder))
 
 
 def _spread(model: GPT, ranks: int) -> rp.Parallel | None:
