@@ -37,7 +37,6 @@ from rallypoint.launch import folder as folders
 from rallypoint.launch import run
 from rallypoint.launch.commands.resume import going_on_or_anew
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.engines import supervision
 from rallypoint.launch.folder import (
     TOKEN_FILE,
     Where,
@@ -692,17 +691,10 @@ def test_a_token_file_that_a_killed_process_of_the_same_number_left_is_replaced(
     """In a container every coordinator has the same process id."""
     left = tmp_path / TOKEN_FILE.format(os.getpid())
     left.write_text("the token from before")
-    with token_file(tmp_path, Where("127.0.0.1:1", "a new token")):
+    with token_file(tmp_path, "a new token"):
         assert left.read_text() == "a new token"
         assert left.stat().st_mode & 0o777 == 0o600
     assert not left.exists()
-
-
-def test_so_is_that_of_a_rank_0_that_was_killed(tmp_path: Path) -> None:
-    (tmp_path / f"token-{os.getpid()}").write_text("an old one")
-    with supervision._token_file(tmp_path, "a new one") as path:
-        assert Path(path).read_text() == "a new one"
-        assert Path(path).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_token_is_in_no_representation() -> None:

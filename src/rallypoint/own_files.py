@@ -176,24 +176,15 @@ def is_alone_in_group(about: os.stat_result, owner: int | None = None) -> bool:
     owner = os.geteuid() if owner is None else owner
     if about.st_uid != owner or about.st_mode & stat.S_IWOTH:
         return False
-    user, group = _user(about.st_uid), _group(about.st_gid)
+    user: pwd.struct_passwd | None = None
+    group: grp.struct_group | None = None
+    with contextlib.suppress(KeyError):
+        user = pwd.getpwuid(about.st_uid)
+    with contextlib.suppress(KeyError):
+        group = grp.getgrgid(about.st_gid)
     if user is None or group is None:
         return user is None and group is None and about.st_gid == about.st_uid
     return (user.pw_gid, user.pw_name) == (group.gr_gid, group.gr_name) and set(group.gr_mem) <= {user.pw_name}
-
-
-def _user(number: int) -> pwd.struct_passwd | None:
-    try:
-        return pwd.getpwuid(number)
-    except KeyError:
-        return None
-
-
-def _group(number: int) -> grp.struct_group | None:
-    try:
-        return grp.getgrgid(number)
-    except KeyError:
-        return None
 
 
 def not_private(about: os.stat_result) -> str:

@@ -291,16 +291,13 @@ def write_where(folder: Path, where: Where) -> None:
 
 
 @contextlib.contextmanager
-def token_file(folder: Path, where: Where) -> Iterator[str]:
-    """While in the body, the token is in a file that only this user may read. Yields how members get it."""
+def token_file(folder: Path, token: str) -> Iterator[Path]:
+    """While in the body, the token is in a file that only this user may read. Yields its path."""
     name = TOKEN_FILE.format(os.getpid())  # in a container all have the same process id: a killed one may have left it
     with opened(folder) as own:
-        own.write(name, where.token.encode())
+        own.write(name, token.encode())
         try:
-            yield (
-                f"members need its token, which only you can read:  export RALLYPOINT_COORDINATOR={where.coordinator} "
-                f'RALLYPOINT_TOKEN="$(cat {shlex.quote(str(folder / name))})"'
-            )
+            yield folder / name
         finally:
             own.unlink(name)
 

@@ -118,10 +118,14 @@ def _answered(
     seconds. The job's own messages keep coming though the answer does not, when the coordinator was killed before it
     could send it: the next one is asked again."""
     deadline, said = time.monotonic() + seconds, False
-    with _asking(run, type(wanted).__name__) as (link, answers):
+    with _asking(run, type(wanted).__name__) as (link, answers), contextlib.suppress(queue.Empty):
         link.send(wanted)
-        while True:
-            answer = _next(answers, otherwise, seconds, max(0.0, deadline - time.monotonic()))
+        while (left := deadline - time.monotonic()) > 0.0:
+            answer = answers.get(timeout=left)
+            if isinstance(answer, RallypointError):
+                raise answer
+            if isinstance(answer, Finished | Aborted):
+                raise JobAborted("the job is over")
             if not isinstance(answer, bool):
                 if text := told(answer):
                     return text
@@ -132,6 +136,7 @@ def _answered(
             elif not said:
                 say(_AWAY)
                 said = True
+    raise LinkError(f"{otherwise} within {seconds:.0f} s; the run's own console says why")
 
 
 def _missing(now: Members, workers: int, servers: int, replicas: int) -> str:
@@ -168,21 +173,3 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
         yield link, answers
     finally:
         link.close()
-
-
-def _next(answers: Answers, otherwise: str, patience: float, left: float) -> Message | bool:
-    """Return the coordinator's next message. Raises JobAborted when the job is over, LinkError when nothing comes.
-
-    It waits for what is `left` of `patience` seconds.
-    """
-    try:
-        if left == 0.0:
-            raise queue.Empty
-        answer = answers.get(timeout=left)
-    except queue.Empty:
-        raise LinkError(f"{otherwise} within {patience:.0f} s; the run's own console says why") from None
-    if isinstance(answer, RallypointError):
-        raise answer
-    if isinstance(answer, Finished | Aborted):
-        raise JobAborted("the job is over")
-    return answer

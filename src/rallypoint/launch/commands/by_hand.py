@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -137,7 +138,11 @@ def run_coordinator(
         _announce(service.address)
         where = Where(service.address, token)
         if not access.token and token:
-            say(stack.enter_context(token_file(Path(about.folder or "."), where)))
+            file = stack.enter_context(token_file(Path(about.folder or "."), token))
+            say(
+                f"members need its token, which only you can read:  export RALLYPOINT_COORDINATOR={service.address} "
+                f'RALLYPOINT_TOKEN="$(cat {shlex.quote(str(file))})"'
+            )
         if how := service.ended_before:
             say(
                 f"nothing is trained: the job in {about.folder} has {printable_lines(how)}. Members that come are told "
