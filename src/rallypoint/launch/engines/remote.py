@@ -452,10 +452,10 @@ class FolderSharing:
             return f"it does not see {self._folder}, where the certificates of --tls auto are: give --tls FOLDER"
         if not self._script:
             return None
-        return Unpack(_archive(self._folder))
+        return Unpack(archived(self._folder))
 
 
-def _archive(folder: Path) -> bytes:
+def archived(folder: Path) -> bytes:
     """Return the copy of the script and its modules that the run keeps, as a tar archive."""
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w:gz") as tar:
