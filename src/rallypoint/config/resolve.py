@@ -170,16 +170,13 @@ def _as_data(key: str, value: Any) -> Any:
     if key in GONE:
         raise ConfigError(f"{key} is gone: {GONE[key]}")
     if key.partition(".")[0] not in JobConfig.__struct_fields__:
-        raise ConfigError(f"job.train has an unknown field `{key}`: {_INSTEAD.get(key) or _nearest(key)}")
+        close = _INSTEAD.get(key) or meant(key, JobConfig.__struct_fields__).removeprefix(": ")
+        hint = close or "docs/settings.md has a table of its settings"
+        raise ConfigError(f"job.train has an unknown field `{key}`: {hint}")
     try:
         return msgspec.to_builtins(value)
     except TypeError:
         raise ConfigError(_not_data(key, value)) from None
-
-
-def _nearest(key: str) -> str:
-    close = meant(key, JobConfig.__struct_fields__).removeprefix(": ")
-    return close or "docs/settings.md has a table of its settings"
 
 
 def _not_data(key: str, value: Any) -> str:

@@ -90,7 +90,8 @@ class FingerprintLog:
                 count += 1
                 if count >= _LOOK_EVERY:
                     count = 0
-                    self._make_room(kept)
+                    while _size(kept) > self._most and _forget_the_oldest(kept):
+                        pass
             except (sqlite3.Error, OSError) as error:
                 if not self._warned:
                     log.warning("%s cannot be written, the job goes on without: %s", self._path, error)
@@ -136,10 +137,6 @@ class FingerprintLog:
             self._say(f"more digests differ from those that were there before: only the first {_MOST_TOLD} are told")
         else:
             self._say(f"{what}: {how}: see `rallypoint replay`")
-
-    def _make_room(self, kept: sqlite3.Connection) -> None:
-        while _size(kept) > self._most and _forget_the_oldest(kept):
-            pass
 
 
 def _size(kept: sqlite3.Connection) -> int:

@@ -144,7 +144,8 @@ class Output:
 
     def rest(self, failure: str) -> list[ShownLine]:
         """At the end of the run: return the held error messages, without those that `failure` repeats."""
-        said = {_alike(line) for line in _told(failure)}
+        lines = failure.splitlines()  # of ``worker1: a sentence``, with and without the name
+        said = {_alike(line) for line in (*lines, *(line.partition(": ")[2] for line in lines[:1]))}
         left = [
             ShownLine(process, text) for _, process, lines in self._sentences for text in lines
             if _alike(text.removeprefix(_SENTENCE)) not in said
@@ -158,12 +159,6 @@ class Output:
             f"{', '.join(others)} ended with the same error as {first}"
             for first, *others in self._shown.values() if others
         ]  # fmt: skip
-
-
-def _told(failure: str) -> list[str]:
-    """Return the lines of ``worker1: a sentence``, with and without the name."""
-    lines = failure.splitlines()
-    return [*lines, *(line.partition(": ")[2] for line in lines[:1])]
 
 
 def _alike(sentence: str) -> str:
@@ -448,7 +443,7 @@ class RunConsole:
             case Snapshotted(version=0):
                 self._start = self.heard  # workers compute from now on
             case Snapshotted(nbytes=nbytes, seconds=seconds):
-                size = _size(nbytes)
+                size = f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
                 self.console.print(f"[dim]snapshot of step {self.steps_stored}: {size} in {seconds:.1f} s[/dim]")
             case _:
                 if state.ended == "failed":
@@ -621,10 +616,6 @@ class RunConsole:
         seconds = self._recent[-1][0] - self._recent[0][0]
         items = sum(count for _, count in list(self._recent)[1:])
         return f"  {items / max(seconds, 1e-9):,.0f} {item}/s"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
 
 
 def _figures(values: dict[str, float]) -> str:

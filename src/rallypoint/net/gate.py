@@ -188,7 +188,7 @@ class Unproven:
         with self._lock:
             own = self._by_host.setdefault(_host(connection), {})
             own[connection] = None
-            if len(own) <= self.most_from_one and self._count() <= self.most:
+            if len(own) <= self.most_from_one and sum(map(len, self._by_host.values())) <= self.most:
                 return None
             crowd = own if len(own) > self.most_from_one else max(self._by_host.values(), key=len)
             oldest = next(iter(crowd))
@@ -209,9 +209,6 @@ class Unproven:
         if not own:
             del self._by_host[host]
         return True
-
-    def _count(self) -> int:
-        return sum(map(len, self._by_host.values()))
 
 
 def _host(connection: Connection) -> str:

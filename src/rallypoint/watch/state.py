@@ -379,8 +379,10 @@ class Series:
             self.odd += 1
             return
         self.revision += 1
-        if step <= self._last:
-            self._go_back(step)
+        if step <= self._last:  # forget what came from it on; the point that begins before it keeps what it has
+            while self.points and self.points[-1].step >= step:
+                self.points.pop()
+            self.whole = self.revision
         self._last = step
         start = step - step % self.width
         new = Point(start, 1, value, value, value)
@@ -408,12 +410,6 @@ class Series:
     def end(self) -> int:
         """The step of the last point, which may still change; 0 if there is none."""
         return self.points[-1].step if self.points else 0
-
-    def _go_back(self, step: int) -> None:
-        """Forget what came from `step` on; the point that begins before it keeps what it has."""
-        while self.points and self.points[-1].step >= step:
-            self.points.pop()
-        self.whole = self.revision
 
     def _halve(self) -> None:
         self.width *= 2

@@ -158,12 +158,14 @@ def sentence_of(picture: Picture) -> str:
             return f"Nothing has happened in {picture.folder}: there is no log of events. Is it a run's folder?"
         return f"The run was interrupted {_at(run)}, and nobody runs it now.{_crashes(crashed)}{_going_on(picture)}"
     if stopped := [process for process in picture.processes if process.state]:
-        return f"{_at(run).capitalize()} {_who(stopped)}{_waits(run)} {_wake(stopped)}"
+        waits = f"; the run is {_stop(run.waits)}" if run.waits else "."
+        return f"{_at(run).capitalize()} {_who(stopped)}{waits} {_wake(stopped)}"
     if run.waits:
         cause = f"{_at(run).capitalize()} the run is {_stop(run.waits)}{_crashes(crashed)}"
         return f"{cause} The stacks say where each process is."
     if crashed:
-        where = f"in {_file(crashed[-1])}"
+        owner = crashed[-1].owner
+        where = f"in stacks/{owner.name}-{owner.pid}.txt"
         return f"{_crashes(crashed).strip()} The run goes on {_at(run)}: {where} is what it did."
     if picture.silent_s is not None and picture.silent_s > LONG_S:
         return (
@@ -189,10 +191,6 @@ def _who(processes: list[ProcessStacks]) -> str:
     return " and ".join(named) + more
 
 
-def _waits(run: RunState) -> str:
-    return f"; the run is {_stop(run.waits)}" if run.waits else "."
-
-
 def _wake(processes: list[ProcessStacks]) -> str:
     stopped = [str(process.owner.pid) for process in processes if process.state.startswith("stopped")]
     if not stopped:
@@ -204,10 +202,6 @@ def _wake(processes: list[ProcessStacks]) -> str:
 def _crashes(processes: list[ProcessStacks]) -> str:
     last = processes[-1] if processes else None
     return f" {last.owner.name} on {last.owner.host} crashed: {_stop(last.crash)}" if last is not None else ""
-
-
-def _file(process: ProcessStacks) -> str:
-    return f"stacks/{process.owner.name}-{process.owner.pid}.txt"
 
 
 def _going_on(picture: Picture) -> str:
