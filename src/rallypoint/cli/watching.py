@@ -54,22 +54,25 @@ def watch(
         _track(runs[0], track)
     elif terminal:
         _show(_named(runs))
-    elif len(runs) > 1:
-        _compare(_named(runs), port)
     else:
-        _serve(runs[0], port)
+        _serve(_named(runs), port)
 
 
-def _serve(run: Path, port: int) -> None:
+def _serve(folders: dict[str, Path], port: int) -> None:
     from rallypoint.launch.observing.beside import check_page
 
     check_page()
-    from rallypoint.watch.app import served
+    from rallypoint.watch.app import compared, served
 
     if hold_lifeline():  # of a run that serves its own page
         os.nice(_NICE)
-    with served(run, facts_of(run), port, functools.partial(resolved_of, run)) as (address, server):
-        print(f"the page of {run}: {address}", flush=True)
+    if len(folders) > 1:
+        page = compared(folders, _settings(folders), port)
+    else:
+        (run,) = folders.values()
+        page = served(run, facts_of(run), port, functools.partial(resolved_of, run))
+    with page as (address, server):
+        print(f"the page of {', '.join(map(str, folders.values()))}: {address}", flush=True)
         server.answer()
 
 
@@ -95,17 +98,6 @@ def _named(runs: list[Path]) -> dict[str, Path]:
 def _settings(folders: dict[str, Path]) -> dict[str, dict[str, str]]:
     own = {"snapshots": ""}  # each run has a place of its own
     return {name: {**facts_of(run)["settings"], **resolved_of(run), **own} for name, run in folders.items()}
-
-
-def _compare(folders: dict[str, Path], port: int) -> None:
-    from rallypoint.launch.observing.beside import check_page
-
-    check_page()
-    from rallypoint.watch.app import compared
-
-    with compared(folders, _settings(folders), port) as (address, server):
-        print(f"the page of {', '.join(folders)}: {address}", flush=True)
-        server.answer()
 
 
 def _show(folders: dict[str, Path]) -> None:

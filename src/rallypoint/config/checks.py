@@ -132,21 +132,17 @@ def check_ranks(config: JobConfig, *, carries: bool = False) -> None:
 
 
 def _check_mode(config: JobConfig) -> None:
-    if config.local is not None:
-        _check_fragments(config, config.local)
+    if (local := config.local) is not None:
+        if local.steps % local.fragments:
+            raise ConfigError(f"fragments={local.fragments}: it must divide the {local.steps} local steps")
+        if local.delay >= config.steps_per_round:
+            raise ConfigError(
+                f"delay={local.delay}: the delay must be below the {config.steps_per_round} steps from one "
+                "synchronisation to the next"
+            )
     policy = config.policy
     if isinstance(policy, Sync) and policy.quorum is not None and policy.quorum > config.replicas:
         raise ConfigError(f"a quorum of {policy.quorum} of {config.replicas} replicas: use 1 to replicas, or None")
-
-
-def _check_fragments(config: JobConfig, local: LocalSteps) -> None:
-    if local.steps % local.fragments:
-        raise ConfigError(f"fragments={local.fragments}: it must divide the {local.steps} local steps")
-    if local.delay >= config.steps_per_round:
-        raise ConfigError(
-            f"delay={local.delay}: the delay must be below the {config.steps_per_round} steps from one "
-            "synchronisation to the next"
-        )
 
 
 def _check_periods(config: JobConfig) -> None:

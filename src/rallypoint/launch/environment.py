@@ -37,7 +37,6 @@ LIFELINE = "RALLYPOINT_LIFELINE"
 STACKS = "RALLYPOINT_STACKS"  # the folder for the stacks of a process: see `launch.observing.stacks`
 REPLAY = "RALLYPOINT_REPLAY"  # the file with the task of a replay: see `launch.observing.replay`
 IMPORT = "RALLYPOINT_IMPORT"  # the file with the task of an import: see `launch.commands.importing`
-ANNOUNCE = "RALLYPOINT_ANNOUNCE"
 ANSWERS_AT = "health checks are answered at "  # the beginning of the line in which a process says where
 JOB_FAILED = "the job failed: "  # the beginning of the line in which a coordinator says why, as JSON
 _THREADS, _SPINS, _WAITING = "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"  # read by OpenMP

@@ -137,7 +137,10 @@ class Gate:
         if not self._unproven.remove(connection):
             raise LinkError(f"{connection.peer} made room for another connection")
         try:
-            _check_names(hello)
+            for name in (hello.role, hello.id, hello.host, hello.address, hello.near):
+                if not can_name(name):
+                    wrong = f"the name {printable(name, 40)!r} has control characters, or more than {LONGEST_NAME}"
+                    raise ProtocolError(wrong)
             answer = self._admit(hello)
         except RallypointError as error:
             greeting.refuse(str(error))
@@ -152,13 +155,6 @@ class Gate:
             raise
         finally:
             channel.close()
-
-
-def _check_names(hello: Hello) -> None:
-    """ProtocolError unless its names can be shown: they are printable, and not long."""
-    for name in (hello.role, hello.id, hello.host, hello.address, hello.near):
-        if not can_name(name):
-            raise ProtocolError(f"the name {printable(name, 40)!r} has control characters, or more than {LONGEST_NAME}")
 
 
 # ---- who has not proved itself yet --------------------------------------------------------------------------------

@@ -521,7 +521,10 @@ class RunState:
             case Members():
                 self._members(message)
             case Applied(late=late):
-                self._late(late)
+                for worker, seconds in late.items():
+                    if worker in self.members.here:  # else its word came after it was gone
+                        known = self.late.get(worker, seconds)
+                        self.late[worker] = _LATE_OVER * known + (1 - _LATE_OVER) * seconds
             case ScriptAt(sums=sums):
                 self.script = message if sums > self.script.sums else self.script
             case Sampled(member=member):
@@ -625,11 +628,6 @@ class RunState:
         for member in went:
             self.late.pop(member, None)
         self.machines.forget(went)
-
-    def _late(self, late: Mapping[str, float]) -> None:
-        for worker, seconds in late.items():
-            if worker in self.members.here:  # else its word came after it was gone
-                self.late[worker] = _LATE_OVER * self.late.get(worker, seconds) + (1 - _LATE_OVER) * seconds
 
     def _audited(self, found: AuditFound) -> None:
         """Mark what an audit of a contribution has found: once, though several servers say it."""

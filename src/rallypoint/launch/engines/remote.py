@@ -345,7 +345,10 @@ class RemoteCluster(Cluster):
         self._try_again()
         self._started = [process for process in self._started if process.exit() is None]
         up = [host for host, link in self._links.items() if link.up]
-        host = place(command.role, self._hosts, up, self._running())
+        running: dict[Host, list[str]] = {host: [] for host in self._hosts}
+        for started in self._started:
+            running[started.link.host].append(started.command.role)
+        host = place(command.role, self._hosts, up, running)
         if host is None:
             raise UsageError(f"{command.name} has no host: none in --hosts takes the role {command.role}")
         process = RemoteProcess(command, next(self._numbers), self._links[host], output)
@@ -402,12 +405,6 @@ class RemoteCluster(Cluster):
                 self._leave_out(host, link.problem)
                 if time.monotonic() - link.failed_at > _AGAIN_S:
                     link.connect()
-
-    def _running(self) -> dict[Host, list[str]]:
-        running: dict[Host, list[str]] = {host: [] for host in self._hosts}
-        for process in self._started:
-            running[process.link.host].append(process.command.role)
-        return running
 
 
 class FolderSharing:
