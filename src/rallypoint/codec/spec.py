@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from rallypoint.core.typed import AboveZero, CountFromOne, CountFromZero, Decay, Share
+
 
 class Raw(msgspec.Struct, frozen=True, tag="raw", kw_only=True, forbid_unknown_fields=True):
     """fp32 as it is: 4 bytes a word, nothing lost."""
@@ -39,7 +41,7 @@ class Int4(msgspec.Struct, frozen=True, tag="int4", kw_only=True, forbid_unknown
 class TopK(msgspec.Struct, frozen=True, tag="topk", kw_only=True, forbid_unknown_fields=True):
     """The `ratio` largest words, at 6 bytes each. `sampled` finds them faster, by a threshold from a sample."""
 
-    ratio: float = 0.01
+    ratio: Share = 0.01
     sampled: bool = True
     error_feedback: bool = True
 
@@ -47,7 +49,7 @@ class TopK(msgspec.Struct, frozen=True, tag="topk", kw_only=True, forbid_unknown
 class RandomK(msgspec.Struct, frozen=True, tag="randomk", kw_only=True, forbid_unknown_fields=True):
     """Random words, `ratio` of all, at 4 bytes each; without error feedback scaled so that the mean is right."""
 
-    ratio: float = 0.01
+    ratio: Share = 0.01
     error_feedback: bool = True
 
 
@@ -64,10 +66,10 @@ class DGC(msgspec.Struct, frozen=True, tag="dgc", kw_only=True, forbid_unknown_f
     `clip` bounds the 2-norm of each shard's gradient. Over `warmup_steps` steps the ratio falls from 0.25 to `ratio`.
     """
 
-    ratio: float = 0.001
-    momentum: float = 0.9
-    clip: float | None = None
-    warmup_steps: int = 0
+    ratio: Share = 0.001
+    momentum: Decay = 0.9
+    clip: AboveZero | None = None
+    warmup_steps: CountFromZero = 0
     sampled: bool = True
 
 
@@ -78,7 +80,7 @@ class PowerSGD(msgspec.Struct, frozen=True, tag="powersgd", kw_only=True, forbid
     holds.
     """
 
-    rank: int = 4
+    rank: CountFromOne = 4
     error_feedback: bool = True
 
 
