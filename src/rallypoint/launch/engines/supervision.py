@@ -163,12 +163,13 @@ class RankSupervisor:
         """Run to the end. Returns the exit status."""
         with contextlib.ExitStack() as stack:
             interrupts = stack.enter_context(noted())
-            if self._duties.found is None:
-                self._coordinate(stack, interrupts)
+            named = self._coordinate(stack, interrupts) if self._duties.found is None else ""
             if self._address:
                 for name in self._duties.servers:
                     self._start(self._server(name))
                 self._start(self._command(f"worker{self._duties.place.rank}", "worker", self._duties.worker))
+                if self._duties.found is None:
+                    self._publish(stack, named)
             status = None
             while status is None and not interrupts:
                 self._look()
@@ -178,8 +179,8 @@ class RankSupervisor:
 
     # ---- starting ----
 
-    def _coordinate(self, stack: contextlib.ExitStack, interrupts: list[int]) -> None:
-        """Start the coordinator, and publish its address. If it ends first, there is no address."""
+    def _coordinate(self, stack: contextlib.ExitStack, interrupts: list[int]) -> str:
+        """Start the coordinator. If it ends first, there is no address. Returns the token's file, if one was made."""
         place, given = self._duties.place, os.environ.get(environment.OPTIONS, "")
         folder, named = stack.enter_context(private_folder(place)), ""
         if not self._token:
@@ -193,10 +194,12 @@ class RankSupervisor:
         while not (self._address or interrupts) and (self._children or self._start_at):
             self._look()
             time.sleep(_POLL_S)
-        if not self._address:
-            return
-        found = msgspec.json.encode(FoundJob(self._address, named))
-        stack.enter_context(board_of(place).published(found))
+        return named
+
+    def _publish(self, stack: contextlib.ExitStack, token_file: str) -> None:
+        """Say where the coordinator is, and show what it tells. (Importing torch to say it takes its time.)"""
+        found = msgspec.json.encode(FoundJob(self._address, token_file))
+        stack.enter_context(board_of(self._duties.place).published(found))
         # Other ranks print between our lines
         screen = Screen(file=cast(IO[str], self._output), highlight=False, force_terminal=False)
         where, transport = Where(self._address, self._token), access_of(role="observer").transport
