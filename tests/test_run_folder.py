@@ -51,7 +51,7 @@ from rallypoint.launch.folder import (
     write_where,
 )
 from rallypoint.launch.kept_code import keep, refuse_others_script, refuse_others_words
-from rallypoint.launch.observing.replay import ReplayWanted, replay
+from rallypoint.launch.observing.replay import replay
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import Launch, program_of, read_plan, write_plan
 from rallypoint.own_files import OpenFolder, is_alone_in_group
@@ -84,7 +84,7 @@ def test_a_run_that_others_may_write_is_not_resumed(tmp_path: Path, name: str, m
     with pytest.raises(UsageError, match=rf"^other users may write {path}, .* chmod -R go-w {tmp_path}$"):
         refuse_others_words(tmp_path)
     with pytest.raises(UsageError, match="and replaying a run runs what it says"):
-        replay(tmp_path, ReplayWanted(step=3), lambda text: None)
+        replay(tmp_path, lambda text: None, step=3)
     result = CliRunner().invoke(cli.app, ["resume", str(tmp_path)])
     assert isinstance(result.exception, UsageError)
     assert "other users may write" in str(result.exception)

@@ -176,16 +176,16 @@ def replay(
         if replica is not None or find_spike or current_code:
             raise UsageError("two runs are compared by what they have recorded: with --step and --json alone")
         raise typer.Exit(_say_difference(run, other, -1 if step is None else step, json=json))
-    from rallypoint.launch.observing.replay import ReplayWanted, differs, lines_of
+    from rallypoint.launch.observing.replay import differs, lines_of
     from rallypoint.launch.observing.replay import replay as play
 
     if (step is None) != find_spike:
         raise UsageError("which step? give --step N, or --find-spike for the first whose loss stands out")
-    wanted = ReplayWanted(
+    result = play(
+        run, lambda text: print(text, file=sys.stderr if json else sys.stdout, flush=True),
         step=-1 if step is None else step, replica=-1 if replica is None else replica,
         current=current_code, quiet=json,
     )  # fmt: skip
-    result = play(run, wanted, lambda text: print(text, file=sys.stderr if json else sys.stdout, flush=True))
     if json:
         print(msgspec.json.encode(result).decode())
     else:
