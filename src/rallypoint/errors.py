@@ -53,6 +53,11 @@ def to_install(extra: str) -> str:
     return f"pip install {shlex.join(found or [f'.[{extra}]'])}"
 
 
+def to_resume(run: object) -> str:
+    """Return the command that goes on with the run in this folder."""
+    return f"rallypoint resume {shlex.quote(str(run))}"
+
+
 def meant(word: str, known: Iterable[str]) -> str:
     """Return ``: did you mean steps?`` for a misspelt word; "" if no known word is like it."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import re
-import shlex
 import sys
 import time
 from collections import deque
@@ -39,7 +38,7 @@ from rallypoint.core.protocol import (
 )
 from rallypoint.core.shard.clip import phrase
 from rallypoint.core.typed import counted
-from rallypoint.errors import StartAgain
+from rallypoint.errors import StartAgain, to_resume
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.plan import Launch
 from rallypoint.observe.lenient import Lenient, Unhurried
@@ -445,7 +444,7 @@ class RunConsole:
                 self.say("there is no snapshot of this run to go on from")
             return
         hint = " (--set KEY=VALUE changes settings)" if failed else ""
-        way = f"rallypoint resume {escape(shlex.quote(plan.folder))}{hint}"
+        way = f"{escape(to_resume(plan.folder))}{hint}"
         self.console.print(f"to go on from step {stored}, the last snapshot: {way}", soft_wrap=True)
 
     def close(self) -> None:

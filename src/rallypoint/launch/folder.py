@@ -20,7 +20,7 @@ from rallypoint.coordinator.journal import JOURNAL, Journal
 from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.typed import printable
-from rallypoint.errors import DataError, RallypointError, UsageError
+from rallypoint.errors import DataError, RallypointError, UsageError, to_resume
 from rallypoint.launch.kept_code import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS_FOLDER, TLS, read_plan
 from rallypoint.own_files import COORDINATOR_LOCK, LOCK, is_held, lock_within, opened, read_file
@@ -156,8 +156,7 @@ def refuse_an_old_run(folder: Path, snapshots: str) -> None:
         case None:
             what = "an interrupted run"
     if has_snapshot(snapshots):
-        way = f"`rallypoint resume {shlex.quote(str(folder))}`"
-        raise UsageError(f"{folder} holds {what}: go on with {way}, or --overwrite")
+        raise UsageError(f"{folder} holds {what}: go on with `{to_resume(folder)}`, or --overwrite")
     raise UsageError(f"{folder} holds {what}, without a snapshot: choose another --folder, or --overwrite")
 
 
@@ -188,19 +187,17 @@ def refuse_used_snapshots(snapshots: str) -> None:
 def refuse_a_finished_run(folder: Path) -> None:
     """Raise UsageError when the run in this folder is over: nothing is left to continue."""
     state = _journaled(folder)
-    word, quoted = None if state is None else state.last_word, shlex.quote(str(folder))
-    if isinstance(word, FinishJob) and word.stopped_at >= 0:
+    if state is None or not isinstance(word := state.last_word, FinishJob):
+        return
+    export = f"`rallypoint export {shlex.quote(str(folder))} --to model.safetensors` writes its model"
+    more = f"`{to_resume(folder)} --set steps=N`"
+    if word.stopped_at >= 0:
         raise UsageError(
-            f"{folder} holds a run that its script stopped at step {word.stopped_at} ({word.why}): "
-            f"`rallypoint export {quoted} --to model.safetensors` writes its model; "
-            f"`rallypoint resume {quoted} --set steps=N` goes on from that step, until its script stops it again"
+            f"{folder} holds a run that its script stopped at step {word.stopped_at} ({word.why}): {export}; {more} "
+            "goes on from that step, until its script stops it again"
         )
-    if isinstance(word, FinishJob):
-        raise UsageError(
-            f"{folder} holds a finished run{_of_steps(state)}: nothing is left to do. "
-            f"`rallypoint export {quoted} --to model.safetensors` writes its model; "
-            f"`rallypoint resume {quoted} --set steps=N` makes more{_of_steps(state, 'than')}"
-        )
+    steps, than = _of_steps(state), _of_steps(state, "than")
+    raise UsageError(f"{folder} holds a finished run{steps}: nothing is left to do. {export}; {more} makes more{than}")
 
 
 def _journaled(folder: Path) -> ClusterState | None:

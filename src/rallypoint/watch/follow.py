@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.core.protocol import Message
-from rallypoint.errors import DataError, UsageError
+from rallypoint.errors import DataError, UsageError, to_resume
 from rallypoint.own_files import was_left
 from rallypoint.watch.state import RunState
 
@@ -155,7 +154,7 @@ class Follower:
                     self.run.take(*event)
         if self.run.plan is not None and not self.run.ended and was_left(self._folder):
             with self.lock:
-                way = f": rallypoint resume {shlex.quote(str(self._folder))}" if self.run.stored else ""
+                way = f": {to_resume(self._folder)}" if self.run.stored else ""
                 self.run.left(f"nothing of it runs any more{way}")
 
     def _follow(self) -> None:

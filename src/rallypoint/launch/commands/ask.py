@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from rallypoint.core.protocol import (
     SnapshotWanted,
 )
 from rallypoint.core.typed import counted
-from rallypoint.errors import ConfigError, DataError, JobAborted, LinkError, RallypointError, UsageError
+from rallypoint.errors import ConfigError, DataError, JobAborted, LinkError, RallypointError, UsageError, to_resume
 from rallypoint.launch.access import transport_of
 from rallypoint.launch.folder import read_where
 from rallypoint.launch.plan import read_plan
@@ -161,7 +160,7 @@ def _missing(now: Members, workers: int, servers: int, replicas: int) -> str:
 def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
     where = read_where(run)
     if was_left(run):
-        raise DataError(f"nothing of the run in {run} runs any more: `rallypoint resume {shlex.quote(str(run))}`")
+        raise DataError(f"nothing of the run in {run} runs any more: `{to_resume(run)}`")
     answers: Answers = queue.SimpleQueue()
     me = Identity("observer", id, role_token(where.token, "observer"))
     link = CoordinatorLink(

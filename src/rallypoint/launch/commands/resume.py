@@ -141,10 +141,8 @@ def going_on_or_anew(plan: Launch, say: Callable[[str], None]) -> tuple[Launch, 
     if not has_snapshot(plan.snapshots):
         say(f"{folder} holds a run that has no snapshot yet: it begins anew")
         return plan, True
-    own = read_plan(folder)
-    if [own.workers, own.workers_start, own.servers, own.worker] != (
-        [plan.workers, plan.workers_start, plan.servers, plan.worker]
-    ):
+    own = msgspec.structs.asdict(read_plan(folder))
+    if any(own[name] != getattr(plan, name) for name in ("workers", "workers_start", "servers", "worker")):
         say(
             f"{folder} has a run with its own numbers of workers and servers and arguments of the script: these count; "
             "`rallypoint resume` changes the numbers"

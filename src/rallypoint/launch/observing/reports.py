@@ -9,7 +9,6 @@ import platform
 import queue
 import re
 import secrets
-import shlex
 import stat
 import sys
 import threading
@@ -24,7 +23,7 @@ import msgspec
 
 from rallypoint.coordinator.journal import kept_state
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.errors import RallypointError, UsageError
+from rallypoint.errors import RallypointError, UsageError, to_resume
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.folder import CONSOLE, CONSOLE_BEFORE, REPORTS, read_where
 from rallypoint.launch.observing.redaction import Redaction, secrets_among, secrets_in
@@ -208,7 +207,7 @@ def _going_on(picture: Picture) -> str:
     if not picture.run.snapshots:
         return ""
     version = picture.run.snapshots[-1]["version"]
-    return f" `rallypoint resume {shlex.quote(picture.folder)}` goes on from version {version}."
+    return f" `{to_resume(picture.folder)}` goes on from version {version}."
 
 
 MOST_BYTES = 16 << 20  # of all texts together
