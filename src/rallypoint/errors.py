@@ -68,6 +68,23 @@ class RallypointError(Exception):
     """The root of every error that Rallypoint raises on purpose."""
 
 
+class Explained:
+    """In the body, an error becomes one of ours: ``what: No such file or directory``, and then `todo`. `of`: which."""
+
+    def __init__(
+        self, kind: type[RallypointError], what: str, todo: str = "", of: tuple[type[Exception], ...] = (OSError,)
+    ) -> None:
+        self._kind, self._what, self._todo, self._of = kind, what, todo, of
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, self._of):
+            no_text = isinstance(error, UnicodeDecodeError)
+            why = "it is not text" if no_text else getattr(error, "strerror", None) or error
+            raise self._kind(f"{self._what}: {why}{self._todo}") from None
+
+
 class UsageError(RallypointError):
     """The library was called in a way that cannot work."""
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import Explained, UsageError
 
 COORDINATOR = "RALLYPOINT_COORDINATOR"
 TOKEN = "RALLYPOINT_TOKEN"
@@ -87,7 +87,5 @@ def run_script(argv: Sequence[str], extra: Mapping[str, str], stdout: int | None
     """
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT_")}
     sys.stdout.flush()
-    try:
+    with Explained(UsageError, f"the script cannot be started: {argv[0]}"):
         return subprocess.call(argv, env={**ours, **extra}, stdin=subprocess.DEVNULL, stdout=stdout)
-    except OSError as error:
-        raise UsageError(f"the script cannot be started: {argv[0]}: {error.strerror}") from None

@@ -20,7 +20,7 @@ from rallypoint.coordinator.journal import JOURNAL, Journal
 from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.typed import printable
-from rallypoint.errors import DataError, RallypointError, UsageError, to_resume
+from rallypoint.errors import DataError, Explained, RallypointError, UsageError, to_resume
 from rallypoint.launch.kept_code import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS_FOLDER, TLS, read_plan
 from rallypoint.own_files import COORDINATOR_LOCK, LOCK, is_held, lock_within, opened, read_file
@@ -33,6 +33,7 @@ PREDECESSOR_S = 5.0  # so long a coordinator waits for the one before it to end
 _LOOK_S = 0.05
 TOKEN_FILE = "token-{}"  # of a coordinator that was started by hand, with its process id
 _EVENTS = "events.jsonl"
+_ANOTHER = "; choose another --folder"
 
 
 class Where(msgspec.Struct, frozen=True):
@@ -55,15 +56,13 @@ def new_folder(parent: Path) -> Path:
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = parent / stamp
-    try:
+    with Explained(UsageError, f"{folder} cannot be a run's folder", _ANOTHER):
         parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         for n in itertools.count(1):
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o755)  # others may not write it: see `refuse_others_words`
                 break
             folder = parent / f"{stamp}-{n}"
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be a run's folder: {error.strerror}; choose another --folder") from None
     return folder
 
 
@@ -73,12 +72,10 @@ def locked(folder: Path) -> Iterator[None]:
 
     The lock is the operating system's: it ends with this process, in any case.
     """
-    try:
+    with Explained(UsageError, f"{folder} cannot be a run's folder", _ANOTHER):
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may not write it: see `code.trusted`
         with opened(folder) as own:
             fd = own.lock_file(LOCK)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be a run's folder: {error.strerror}; choose another --folder") from None
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,12 +97,10 @@ def coordinated(folder: Path) -> Iterator[None]:
     waited for, up to 5 s; then UsageError. The lock is the operating system's: it ends with this process. A file system
     without locks keeps nobody out.
     """
-    try:
+    with Explained(UsageError, f"{folder} cannot hold the journal", _ANOTHER):
         folder.mkdir(parents=True, exist_ok=True)
         with opened(folder) as own:
             fd = own.lock_file(COORDINATOR_LOCK)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot hold the journal: {error.strerror}; choose another --folder") from None
     try:
         free = True
         with contextlib.suppress(OSError):  # ENOLCK, ENOTSUP: it has no locks
@@ -169,13 +164,8 @@ def refuse_unwritable_snapshots(snapshots: str) -> None:
         return
     place = Path(snapshots).absolute()
     there = next(path for path in (place, *place.parents) if path.exists())
-    try:
-        with tempfile.TemporaryDirectory(prefix=".try-", dir=there):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"snapshots cannot be written to {snapshots}: {error.strerror}; choose another --snapshots"
-        ) from None
+    with Explained(UsageError, f"snapshots cannot be written to {snapshots}", "; choose another --snapshots"):
+        tempfile.TemporaryDirectory(prefix=".try-", dir=there).cleanup()
 
 
 def refuse_used_snapshots(snapshots: str) -> None:

@@ -19,7 +19,7 @@ import typer
 from rallypoint.config import overrides_from
 from rallypoint.config.keys import check_settings
 from rallypoint.core.plan.topology import Topology
-from rallypoint.errors import ConfigError, UsageError
+from rallypoint.errors import ConfigError, Explained, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.engines.cluster import check_engine
 from rallypoint.launch.folder import new_folder
@@ -272,10 +272,8 @@ def read_topology(path: Path) -> Topology:
 
     In JSON: ``{"hosts": {"node1": {"rack": "a", "link_mbit": 10000}}, "racks": {"a": {"uplink_mbit": 20000}}}``.
     """
-    try:
+    with Explained(ConfigError, f"the topology {path} cannot be read"):
         text = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"the topology {path} cannot be read: {error.strerror}") from None
     try:
         data = msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text.decode())
         return msgspec.convert(data, Topology)

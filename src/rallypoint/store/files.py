@@ -25,7 +25,7 @@ from typing import TypeVar
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
-from rallypoint.errors import ConfigError, RallypointError, SnapshotError, sentence_of
+from rallypoint.errors import ConfigError, Explained, RallypointError, SnapshotError, sentence_of
 
 _PARTIAL = ".partial"
 
@@ -40,10 +40,8 @@ class Files:
     """
 
     def __init__(self, url: str) -> None:
-        try:
+        with Explained(ConfigError, f"{url} is no place for snapshots", of=(ValueError, ImportError)):
             self._fs, root = fsspec.core.url_to_fs(url)
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"{url} is no place for snapshots: {error}") from None
         self._root: str = root.rstrip("/")
         self.on_disks = isinstance(self._fs, LocalFileSystem)
         # Of closed files, to use again: the system would clear fresh memory, which costs more than a copy

@@ -23,7 +23,7 @@ from typing import NoReturn, Protocol
 
 import msgspec
 
-from rallypoint.errors import LinkError, UsageError
+from rallypoint.errors import Explained, LinkError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.plan import is_loopback
@@ -193,11 +193,8 @@ def look(place: Place, patience: float = PATIENCE_S) -> FoundJob:
 
 def check_own(path: Path) -> None:
     """Raise UsageError unless a file is this user's, and nobody else's to read."""
-    try:
-        with opened(path.parent) as folder, folder.open(path.name) as file:
-            why = not_private(os.fstat(file.fileno()))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    with Explained(UsageError, f"{path} cannot be read"), opened(path.parent) as folder, folder.open(path.name) as file:
+        why = not_private(os.fstat(file.fileno()))
     if why:
         raise UsageError(f"{path} {why}: it is not used")
 
@@ -292,11 +289,8 @@ def private_folder(place: Place) -> Iterator[Path]:
             yield Path(made)
         return
     folder, ours = folder_of(place), not os.environ.get(environment.FOLDER)
-    try:
-        with _entered(folder, make=True):
-            pass
-    except FileNotFoundError as error:
-        raise UsageError(f"{folder} cannot be made: {error.strerror}") from None
+    with Explained(UsageError, f"{folder} cannot be made"), _entered(folder, make=True):
+        pass
     try:
         yield folder
     finally:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rallypoint.errors import RallypointError, UsageError, to_install
+from rallypoint.errors import Explained, RallypointError, UsageError, to_install
 from rallypoint.launch import runner
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit
 from rallypoint.launch.engines.far_end import unpacked
@@ -536,11 +536,9 @@ def _marker(snapshots: str) -> str:
     if not snapshots or "://" in snapshots:
         return ""
     folder = Path(snapshots).resolve()
-    try:
+    with Explained(UsageError, f"{snapshots} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         (marker := folder / f".seen-{secrets.token_hex(8)}").touch()
-    except OSError as error:
-        raise UsageError(f"{snapshots} cannot be written: {error.strerror}") from None
     return str(marker)
 
 

@@ -27,7 +27,7 @@ from typing import IO, BinaryIO, Self
 
 import msgspec
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import Explained, UsageError
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit
 from rallypoint.launch.engines.far_end import (
     GREETING,
@@ -293,10 +293,9 @@ def _signal(client: subprocess.Popen[bytes], number: int) -> None:
 
 def _started(argv: list[str]) -> subprocess.Popen[bytes]:
     pipe = subprocess.PIPE
-    try:  # in a session of its own: Ctrl-C is for the launcher only
+    # In a session of its own: Ctrl-C is for the launcher only
+    with Explained(UsageError, f"{argv[0]} cannot be started", "; is it installed here?"):
         return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-    except OSError as error:
-        raise UsageError(f"{argv[0]} cannot be started: {error.strerror}; is it installed here?") from None
 
 
 _CONNECT_S = 30.0  # seconds in which the hosts must be ready when a run begins
