@@ -234,8 +234,9 @@ def is_power_of_two(value: float) -> bool:
     return _SMALLEST <= value <= _LARGEST and math.frexp(value)[0] == 0.5
 
 
-def _power(words: str, **range: int) -> msgspec.Meta:
-    return msgspec.Meta(description=f"that is a power of two, {words}", extra={"allows": is_power_of_two}, **range)
+def _power(words: str, ge: float | None = None, le: float | None = None) -> msgspec.Meta:
+    said = f"that is a power of two, {words}"
+    return msgspec.Meta(ge=ge, le=le, description=said, extra={"allows": is_power_of_two})
 
 
 class LossScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
