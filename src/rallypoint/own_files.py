@@ -20,7 +20,7 @@ import pwd
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -207,6 +207,12 @@ def _followed(path: Path) -> Path:
             raise OSError(errno.ELOOP, "it is a link of another user", str(path))
         path = path.parent / os.readlink(path)
     return path
+
+
+def delete_oldest(paths: Iterable[Path], keep: int) -> None:
+    """Delete the files that were written longest ago, but for `keep` of them. Links are deleted themselves."""
+    for path in sorted(paths, key=lambda path: path.lstat().st_mtime, reverse=True)[keep:]:
+        path.unlink(missing_ok=True)
 
 
 def lock_within(descriptor: int, seconds: float, look: float) -> bool:

@@ -32,7 +32,7 @@ from rallypoint.launch.options import options_of
 from rallypoint.launch.plan import PRIVATE, ClusterConfig, Launch, read_plan
 from rallypoint.net.frames import PROTOCOL
 from rallypoint.net.handshake import ROLES, role_token
-from rallypoint.own_files import is_running
+from rallypoint.own_files import delete_oldest, is_running
 from rallypoint.watch.follow import EVENTS, event_of
 from rallypoint.watch.state import RunState
 
@@ -259,10 +259,8 @@ def place_in(folder: Path, kind: str) -> Path:
     """A new name in a run's folder: ``reports/stall-20260131-235959-1a2b.zip``. Of very many reports the oldest go."""
     place = folder / REPORTS
     place.mkdir(mode=0o700, exist_ok=True)
-    own = sorted((path for path in place.glob("*-*.zip")), key=lambda path: path.lstat().st_mtime)
-    for path in own[: max(0, len(own) - MOST_REPORTS + 1)]:
-        path.unlink(missing_ok=True)
-    return folder / REPORTS / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.zip"
+    delete_oldest(place.glob("*-*.zip"), MOST_REPORTS - 1)
+    return place / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.zip"
 
 
 def _known_secrets(picture: Picture) -> list[str]:
