@@ -172,15 +172,13 @@ class Members:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(
-        self, place: Place, name: str, argv: Sequence[str], extra: Mapping[str, str], fds: Sequence[int] = ()
-    ) -> None:
-        """Start ``python argv`` at `place`, with more environment and open files if it needs them."""
+    def start(self, place: Place, name: str, argv: Sequence[str], extra: Mapping[str, str]) -> None:
+        """Start ``python argv`` at `place`, with more environment."""
         log = self.folder / f"{name}.log"
         with log.open("wb") as output:
             process = place.popen(
                 [sys.executable, *argv], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment(name), **extra}, pass_fds=(self._lifeline, *fds),
+                env={**os.environ, **self._environment(name), **extra}, pass_fds=(self._lifeline,),
             )  # fmt: skip
         self._members.append(_Member(name, process, log))
 
@@ -206,7 +204,6 @@ class Members:
         heartbeat: float = 3.0,
     ) -> None:  # fmt: skip
         """Start a coordinator and the servers, through the product's own command line. `overrides`: as of ``--set``."""
-        read, write = os.pipe()
         terms = Terms(
             workers_start=len(at.workers), workers_max=len(at.workers), servers=len(at.servers),
             replication=replication, snapshot_seconds=snapshot_seconds, snapshot_steps=snapshot_steps,
@@ -216,14 +213,16 @@ class Members:
         about = {"snapshots": str(self.folder / "snapshots"), "folder": str(self.folder), "overrides": overrides or {}}
         argv = ["-m", "rallypoint.cli", "coordinator", "--bind", f"{at.coordinator.address}:0"]
         argv += ["--terms", msgspec.json.encode(terms).decode(), "--join-info", msgspec.json.encode(about).decode()]
-        with open(read, "rb") as announcement:
-            try:
-                self.start(at.coordinator, "coordinator", argv, {environment.ANNOUNCE: str(write)}, fds=(write,))
-            finally:
-                os.close(write)
-            self.coordinator = announcement.readline().decode().strip()
-        if not self.coordinator:
-            self._fail("coordinator", "did not start")
+        self.start(at.coordinator, "coordinator", argv, {})
+        self.coordinator = ""
+        while not self.coordinator:
+            over = self._members[-1].process.poll() is not None
+            for line in self._members[-1].log.read_text().splitlines(keepends=True):
+                if line.startswith(environment.LISTENS_AT) and line.endswith("\n"):
+                    self.coordinator = line.removeprefix(environment.LISTENS_AT).strip()
+            if over and not self.coordinator:
+                self._fail("coordinator", "did not start")
+            time.sleep(_POLL_S)
         for index, place in enumerate(at.servers):
             self.start(place, f"server{index}", ["-m", "rallypoint.cli", "server", "--bind", f"{place.address}:0"], {})
 

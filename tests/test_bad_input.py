@@ -103,7 +103,7 @@ def events(tmp_path: Path) -> list[dict[str, object]]:
         (("run", "--trace-steps", "5:7", "here.py"), "error: there is no option --trace-steps: --trace FILE@5:7"),
         (("top", "run"), "error: there is no command top: rallypoint watch RUN --terminal"),
         (("token", "--tls", "certificates", "--role", "worker"), "error: --tls makes certificates of all roles"),
-        (("watch", "a", "b", "--buttons"), "error: --buttons is for one run: name one folder"),
+        (("watch", "a", "b", "--track", "wandb:x"), "error: --track is for one run: name one folder"),
         (("replay", "a", "b", "--replica", "1"), "error: two runs are compared by what they have recorded"),
         (("run", "--workers", "8:2", "here.py"), "error: --workers 8:2: the least number comes first, as in 2:8"),
         (("run", "--workers", "²", "here.py"), "error: '²' is not a number of workers: write 4, or 2:8"),

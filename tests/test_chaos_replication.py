@@ -36,7 +36,7 @@ def test_chaos_uses_the_highest_replication_that_the_mode_supports_and_says_so(
 
     console = Console(file=io.StringIO(), width=200)
     monkeypatch.setattr(chaos, "_undisturbed", lambda plan, *_, **__: plan)
-    monkeypatch.setattr(chaos, "_job_of", lambda plan: record_of(resolve({"sync": sync}), LAYOUT))
+    monkeypatch.setattr(chaos, "_last_of", lambda plan: (record_of(resolve({"sync": sync}), LAYOUT), ""))
     monkeypatch.setattr(chaos, "_under", under)
     assert chaos.chaos(Launch(worker=("train",), replication=2), [], 0, console) == STOPPED
     assert [plan.replication for plan in plans] == [replication]

@@ -14,11 +14,10 @@ from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Effect
-from rallypoint.observe.recording import RecordingError
 from rallypoint.testing.simulation.policies import Played, word_for
 from rallypoint.testing.simulation.run import SimulationFailed, simulate
 from support import replay as replaying
-from support.replay import recordings, replay, story, told
+from support.replay import RecordingError, recordings, replay, story, told
 
 POLICIES = (Sync(), Sync(quorum=2), BoundedStaleness(1), Async(fold=3), LocalSteps(2, fragments=2), AllReduce())
 

@@ -37,7 +37,6 @@ from rallypoint.launch import folder as folders
 from rallypoint.launch import run
 from rallypoint.launch.commands.resume import going_on_or_anew
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.engines import supervision
 from rallypoint.launch.folder import (
     TOKEN_FILE,
     Where,
@@ -52,7 +51,7 @@ from rallypoint.launch.folder import (
     write_where,
 )
 from rallypoint.launch.kept_code import keep, refuse_others_script, refuse_others_words
-from rallypoint.launch.observing.replay import ReplayWanted, replay
+from rallypoint.launch.observing.replay import replay
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import Launch, program_of, read_plan, write_plan
 from rallypoint.own_files import OpenFolder, is_alone_in_group
@@ -85,7 +84,7 @@ def test_a_run_that_others_may_write_is_not_resumed(tmp_path: Path, name: str, m
     with pytest.raises(UsageError, match=rf"^other users may write {path}, .* chmod -R go-w {tmp_path}$"):
         refuse_others_words(tmp_path)
     with pytest.raises(UsageError, match="and replaying a run runs what it says"):
-        replay(tmp_path, ReplayWanted(step=3), lambda text: None)
+        replay(tmp_path, lambda text: None, step=3)
     result = CliRunner().invoke(cli.app, ["resume", str(tmp_path)])
     assert isinstance(result.exception, UsageError)
     assert "other users may write" in str(result.exception)
@@ -712,17 +711,10 @@ def test_a_token_file_that_a_killed_process_of_the_same_number_left_is_replaced(
     """In a container every coordinator has the same process id."""
     left = tmp_path / TOKEN_FILE.format(os.getpid())
     left.write_text("the token from before")
-    with token_file(tmp_path, Where("127.0.0.1:1", "a new token")):
+    with token_file(tmp_path, "a new token"):
         assert left.read_text() == "a new token"
         assert left.stat().st_mode & 0o777 == 0o600
     assert not left.exists()
-
-
-def test_so_is_that_of_a_rank_0_that_was_killed(tmp_path: Path) -> None:
-    (tmp_path / f"token-{os.getpid()}").write_text("an old one")
-    with supervision._token_file(tmp_path, "a new one") as path:
-        assert Path(path).read_text() == "a new one"
-        assert Path(path).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_token_is_in_no_representation() -> None:

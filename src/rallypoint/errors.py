@@ -53,6 +53,11 @@ def to_install(extra: str) -> str:
     return f"pip install {shlex.join(found or [f'.[{extra}]'])}"
 
 
+def to_resume(run: object) -> str:
+    """Return the command that goes on with the run in this folder."""
+    return f"rallypoint resume {shlex.quote(str(run))}"
+
+
 def meant(word: str, known: Iterable[str]) -> str:
     """Return ``: did you mean steps?`` for a misspelt word; "" if no known word is like it."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
@@ -61,6 +66,23 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 class RallypointError(Exception):
     """The root of every error that Rallypoint raises on purpose."""
+
+
+class Explained:
+    """In the body, an error becomes one of ours: ``what: No such file or directory``, and then `todo`. `of`: which."""
+
+    def __init__(
+        self, kind: type[RallypointError], what: str, todo: str = "", of: tuple[type[Exception], ...] = (OSError,)
+    ) -> None:
+        self._kind, self._what, self._todo, self._of = kind, what, todo, of
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, self._of):
+            no_text = isinstance(error, UnicodeDecodeError)
+            why = "it is not text" if no_text else getattr(error, "strerror", None) or error
+            raise self._kind(f"{self._what}: {why}{self._todo}") from None
 
 
 class UsageError(RallypointError):

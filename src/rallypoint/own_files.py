@@ -20,7 +20,7 @@ import pwd
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -176,24 +176,15 @@ def is_alone_in_group(about: os.stat_result, owner: int | None = None) -> bool:
     owner = os.geteuid() if owner is None else owner
     if about.st_uid != owner or about.st_mode & stat.S_IWOTH:
         return False
-    user, group = _user(about.st_uid), _group(about.st_gid)
+    user: pwd.struct_passwd | None = None
+    group: grp.struct_group | None = None
+    with contextlib.suppress(KeyError):
+        user = pwd.getpwuid(about.st_uid)
+    with contextlib.suppress(KeyError):
+        group = grp.getgrgid(about.st_gid)
     if user is None or group is None:
         return user is None and group is None and about.st_gid == about.st_uid
     return (user.pw_gid, user.pw_name) == (group.gr_gid, group.gr_name) and set(group.gr_mem) <= {user.pw_name}
-
-
-def _user(number: int) -> pwd.struct_passwd | None:
-    try:
-        return pwd.getpwuid(number)
-    except KeyError:
-        return None
-
-
-def _group(number: int) -> grp.struct_group | None:
-    try:
-        return grp.getgrgid(number)
-    except KeyError:
-        return None
 
 
 def not_private(about: os.stat_result) -> str:
@@ -216,6 +207,12 @@ def _followed(path: Path) -> Path:
             raise OSError(errno.ELOOP, "it is a link of another user", str(path))
         path = path.parent / os.readlink(path)
     return path
+
+
+def delete_oldest(paths: Iterable[Path], keep: int) -> None:
+    """Delete the files that were written longest ago, but for `keep` of them. Links are deleted themselves."""
+    for path in sorted(paths, key=lambda path: path.lstat().st_mtime, reverse=True)[keep:]:
+        path.unlink(missing_ok=True)
 
 
 def lock_within(descriptor: int, seconds: float, look: float) -> bool:

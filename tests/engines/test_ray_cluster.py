@@ -21,7 +21,9 @@ from rallypoint.errors import UsageError
 from rallypoint.launch import runner
 from rallypoint.launch.engines import guard
 from rallypoint.launch.engines.cluster import Command, Exit
-from rallypoint.launch.engines.ray import Driver, NodeProcess, argv_here, pack, unpack
+from rallypoint.launch.engines.far_end import unpacked
+from rallypoint.launch.engines.ray import Driver, NodeProcess, argv_here
+from rallypoint.launch.engines.remote import archived
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import HERE
 from support import cluster_contract
@@ -51,11 +53,12 @@ def test_a_command_is_run_with_what_its_node_has() -> None:
 
 
 def test_code_comes_to_a_node_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "package").mkdir()
-    (tmp_path / "train.py").write_text("1")
-    (tmp_path / "package" / "model.py").write_text("2")
-    there = Path(unpack(pack(tmp_path)))
-    assert [(there / name).read_text() for name in ("train.py", "package/model.py")] == ["1", "2"]
+    (tmp_path / "code" / "package").mkdir(parents=True)
+    (tmp_path / "code" / "train.py").write_text("1")
+    (tmp_path / "code" / "package" / "model.py").write_text("2")
+    there = tmp_path / "there"
+    assert unpacked(archived(tmp_path), there) == ""
+    assert [(there / "code" / name).read_text() for name in ("train.py", "package/model.py")] == ["1", "2"]
     guard.watch(iter(()), [str(there)])  # type: ignore[arg-type]
     assert not there.exists()
 

@@ -17,7 +17,7 @@ import pytest
 from ray_nodes import add_node, no_leaks, ray_nodes
 from rich.console import Console
 
-from rallypoint.launch.commands.chaos import _hash
+from rallypoint.launch.commands.chaos import _last_of
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.plan import HERE, Launch, read_plan
 from rallypoint.launch.run import ClusterRun, launch
@@ -84,7 +84,7 @@ def places(run: ClusterRun, *roles: str) -> dict[str, tuple[str, int]]:
 
 def weights_of(folder: Path) -> str:
     """The SHA-256 of the last snapshot's model."""
-    return _hash(read_plan(folder / "run"))
+    return _last_of(read_plan(folder / "run"))[1]
 
 
 @pytest.fixture(autouse=True)

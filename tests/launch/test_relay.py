@@ -102,8 +102,9 @@ def test_a_cluster_ends_while_a_process_floods_and_nobody_takes_its_lines() -> N
 
 def test_of_a_companion_that_floods_a_few_lines_are_shown_and_the_others_counted() -> None:
     companion = Companion("watch", "run", what="the page cannot be served")
-    with subprocess.Popen([sys.executable, "-c", COUNT], stdout=subprocess.PIPE) as process:
-        companion._read(process)
+    with LocalCluster() as cluster:
+        command = Command(name="watch", role="observer", argv=(sys.executable, "-c", COUNT))
+        cluster.start(command, companion._keep).wait()
     left_out = "(19900 more lines of `rallypoint watch` were left out)"
     assert companion.said() == [*(f"line {n}" for n in range(100)), left_out]
     companion._keep("one more")

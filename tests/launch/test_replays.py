@@ -148,7 +148,7 @@ def test_a_replay_of_a_run_that_had_kills_has_the_recorded_bytes_and_finds_a_poi
     assert result["version"]["differ"]
     script.unlink()
     with pytest.raises(UsageError, match=r"has not kept the code of .*script\.py .*--current-code"):
-        command.replay(run, command.ReplayWanted(step=13), lambda text: None)
+        command.replay(run, lambda text: None, step=13)
 
 
 @pytest.mark.slow
@@ -305,10 +305,10 @@ def test_a_result_in_words() -> None:
 
 def test_what_cannot_be_replayed_is_refused_with_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not the folder of a run"):
-        command.replay(tmp_path, command.ReplayWanted(step=3), lambda text: None)
+        command.replay(tmp_path, lambda text: None, step=3)
     write_plan(Launch(worker=("true",), folder=str(tmp_path)))
     with pytest.raises(UsageError, match="--snapshots none"):
-        command.replay(tmp_path, command.ReplayWanted(step=3), lambda text: None)
+        command.replay(tmp_path, lambda text: None, step=3)
     with pytest.raises(UsageError, match=r"a replay is not supported under rp\.Async.*: what a version has"):
         command._check(record_of(resolve({"sync": {"type": "async"}}), LAYOUT), 3, -1)
     job = record_of(CONFIG, LAYOUT)

@@ -18,7 +18,6 @@ from rallypoint.core.protocol import decode
 from rallypoint.errors import RallypointError
 from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack, unpack
 from rallypoint.observe.recording import pack as packed
-from rallypoint.observe.recording import unpack as unpacked
 from rallypoint.server.intake import FrameChecks
 from rallypoint.server.job import ServerJob
 from rallypoint.store.record import read_state
@@ -57,7 +56,7 @@ class Decoders:
         header = unpack(data)._replace(length=len(frame.payload))
         match header.kind:
             case Kind.CONTROL | Kind.CHALLENGE | Kind.HELLO | Kind.WELCOME | Kind.REFUSE:
-                unpacked(msgspec.msgpack.decode(msgspec.msgpack.encode(packed(decode(frame.payload)))))
+                msgspec.msgpack.encode(packed(decode(frame.payload)))
             case Kind.MEASURES:
                 self.checks.measures(header, bytearray(frame.payload))
             case Kind.CHOICE:

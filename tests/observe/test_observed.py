@@ -18,8 +18,8 @@ from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.streaming import StreamMachine
 from rallypoint.errors import RallypointError
 from rallypoint.observe.observed import QUESTIONS, changing_methods, observed, watched
-from rallypoint.observe.recording import SUFFIX, Beginning, Recorder, RecordingError, read
-from support.replay import replay
+from rallypoint.observe.recording import SUFFIX, Beginning, Recorder
+from support.replay import RecordingError, read, replay
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,8 @@ from rallypoint.core.view import ViewNumber, assign_replicas
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Arriving, Slot
 from rallypoint.core.worker.streaming import StreamMachine
-from rallypoint.observe.recording import PackingError, pack, pack_state, unpack
+from rallypoint.observe.recording import PackingError, pack, pack_state
+from support.replay import unpack
 
 
 def _there_and_back(data: Any) -> Any:

@@ -7,13 +7,16 @@ A process writes a recording when ``RALLYPOINT_RECORD=FOLDER`` is set (`observe/
 
 from __future__ import annotations
 
+import enum
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Annotated, Any
 
 import msgspec
@@ -23,9 +26,144 @@ from rallypoint.core.shard.server import On
 from rallypoint.core.view import View
 from rallypoint.errors import RallypointError
 from rallypoint.observe.observed import changing_methods
-from rallypoint.observe.recording import SUFFIX, Beginning, Call, RecordingError, pack, read, unpack, version
+from rallypoint.observe.recording import (
+    FORMAT,
+    LENGTH,
+    PLAIN,
+    REFERENCE,
+    SUFFIX,
+    UNSET,
+    Beginning,
+    Call,
+    PackingError,
+    is_made_whole,
+    known,
+    names_of,
+    pack,
+    version,
+)
 
 CALL_S = 5.0  # seconds of processor time for one call; a machine needs milliseconds
+_MOST = 1 << 30  # bytes of one record
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)  # what msgspec raises
+
+
+# ---- what a recording holds ----
+
+
+def unpack(data: Any) -> Any:
+    """The value that `pack` or `pack_state` packed. PackingError if the data holds something unknown or damaged."""
+    try:
+        return _Unpacker().unpack(data)
+    except PackingError:
+        raise
+    except Exception as error:  # a damaged value can break the methods of its own class: __hash__, __post_init__
+        raise PackingError(f"the recording is damaged: {error}") from None
+
+
+class _Unpacker:
+    def __init__(self) -> None:
+        self._seen: list[Any] = []  # mutable objects, in the order of their numbers
+
+    def unpack(self, data: Any) -> Any:
+        if not isinstance(data, list):
+            return data
+        if not data or not isinstance(data[0], str):
+            raise PackingError(f"the recording is damaged: {data!r:.80} has no tag")
+        tag, *parts = data
+        if tag == REFERENCE:
+            if len(parts) != 1 or not isinstance(parts[0], int) or not 0 <= parts[0] < len(self._seen):
+                raise PackingError(f"the recording is damaged: it has no value {parts!r:.80}")
+            return self._seen[parts[0]]
+        if tag in ("t", "f"):
+            return PLAIN[tag](map(self.unpack, parts))
+        return self._collection(tag, parts) if tag in PLAIN else self._object(tag, parts)
+
+    def _collection(self, tag: str, parts: list[Any]) -> Any:
+        value: Any = self._keep(deque(maxlen=parts.pop(0)) if tag == "q" else PLAIN[tag]())
+        if tag in ("d", "C"):
+            for key, one in zip(parts[::2], parts[1::2], strict=True):
+                value[self.unpack(key)] = self.unpack(one)
+        else:
+            (value.update if tag == "s" else value.extend)(map(self.unpack, parts))
+        return value
+
+    def _keep(self, value: Any) -> Any:
+        self._seen.append(value)
+        return value
+
+    def _object(self, tag: str, parts: list[Any]) -> Any:
+        kind = known().get(tag)
+        if kind is None:
+            raise PackingError(f"the recording holds a {tag}, which this version of Rallypoint does not know")
+        if isinstance(kind, FunctionType):
+            return kind
+        if issubclass(kind, enum.Enum):
+            if len(parts) != 1 or parts[0] not in kind.__members__:
+                raise PackingError(f"the recording holds {parts!r:.80}, which is no {kind.__name__}")
+            return kind[parts[0]]
+        names, value = names_of(kind), None if is_made_whole(kind) else self._keep(kind.__new__(kind))
+        has_dict, is_list = hasattr(value, "__dict__"), isinstance(value, list)
+        if len(parts) != (wanted := len(names) + has_dict + is_list):
+            raise PackingError(
+                f"the recording's {tag} has {len(parts)} fields, and {wanted} here: use the same version"
+            )
+        if value is None:
+            return kind(**dict(zip(names, map(self.unpack, parts), strict=True)))
+        for name, part in zip(names, parts, strict=False):
+            if part != UNSET:
+                object.__setattr__(value, name, self.unpack(part))
+        if has_dict:
+            vars(value).update(self.unpack(parts[len(names)]))
+        if isinstance(value, list):
+            value.extend(self.unpack(parts[-1]))
+        return value
+
+
+class RecordingError(RallypointError):
+    """A file is not a recording, or cannot be read."""
+
+
+def read(path: Path) -> tuple[Beginning, Iterator[Call]]:
+    """Read a recording: its first record, and an iterator over its calls. An incomplete last record is left out.
+
+    RecordingError if it is not a recording, or is of another format.
+    """
+    records = _records(path)
+    try:
+        first = msgspec.msgpack.decode(next(records, b""), type=Beginning)
+    except _UNREADABLE:
+        raise RecordingError(f"{path} is no recording of a machine") from None
+    if first.format != FORMAT:
+        raise RecordingError(f"{path} is of format {first.format}, not {FORMAT}: use Rallypoint {first.version}")
+    return first, _calls(path, records)
+
+
+def _calls(path: Path, records: Iterator[bytes]) -> Iterator[Call]:
+    decoder = msgspec.msgpack.Decoder(Call)
+    for number, record in enumerate(records, 1):
+        try:
+            yield decoder.decode(record)
+        except _UNREADABLE as error:
+            raise RecordingError(f"{path}: record {number} is damaged: {error}") from None
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while len(head := file.read(LENGTH.size)) == LENGTH.size:
+                (length,) = LENGTH.unpack(head)
+                if length > _MOST:
+                    raise RecordingError(f"{path} is no recording of a machine, or is damaged")
+                record = file.read(length)
+                if len(record) < length:
+                    return  # the process was killed in the middle
+                yield record
+    except OSError as error:
+        raise RecordingError(f"{path} cannot be read: {error}") from None
+
+
+# ---- a machine that runs it again ----
 
 
 class _TooLong(BaseException):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,34 +98,3 @@ def test_the_page_draws_shows_a_death_and_goes_on_after_the_coordinator_s(
     assert tab.evaluate("document.getElementById('status').textContent").startswith("finished")
     assert tab.errors == []
     assert run.wait(100.0) == 0
-
-
-def test_the_buttons_pause_the_job_and_let_it_go_on(run: Program, tab: Tab, tmp_path: Path) -> None:
-    address_of(run, tmp_path / "out")
-    argv = ["-m", "rallypoint.cli", "watch", "--buttons", "job"]
-    watch = Program(argv, tmp_path / "watch", {**os.environ, "COLUMNS": "200"}, tmp_path)
-    try:
-        tab.open(address_of(run, tmp_path / "watch"))
-        tab.until("run.step === 5 && !one('operator').hidden")
-        assert "operator's token, which" in press(tab, "pause", "operator-token=guessed")
-        token = re.search(r"the operator's token, for its buttons: (\S+)", (tmp_path / "watch").read_text())
-        assert token is not None
-        said = press(tab, "pause", f"operator-token={token[1]}")
-        assert said.startswith("the operator pauses the job before step ")
-        opened(tmp_path, STEPS)
-        assert press(tab, "continue") == "the operator lets the job go on"
-        tab.until("run.ended === 'finished'")
-        assert tab.errors == []
-    finally:
-        watch.kill()
-        watch.wait()
-    assert run.wait(100.0) == 0
-
-
-def press(tab: Tab, order: str, *values: str) -> str:
-    """Fill in fields (``steps=2``), press the button of this order, and return what the page says of it."""
-    for field, _, value in (one.partition("=") for one in values):
-        tab.evaluate(f"one({field!r}).value = {value!r}")
-    tab.evaluate(f"one('said').textContent = '', document.querySelector('[data-order={order}]').click()")
-    tab.until("one('said').textContent && !one('said').textContent.endsWith(' ...')")
-    return str(tab.evaluate("one('said').textContent"))

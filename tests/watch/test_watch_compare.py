@@ -60,9 +60,7 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="name the folder of a run"), compared({"a": tmp_path}, {}):
         pass
     one = run(tmp_path / "a", 3)
-    for options, why in (([], "named twice"), (["--buttons"], "--buttons is for one run")):
-        result = CliRunner().invoke(cli.app, ["watch", str(one), str(one), *options])
-        assert why in str(result.exception)
+    assert "named twice" in str(CliRunner().invoke(cli.app, ["watch", str(one), str(one)]).exception)
 
 
 def test_two_runs_are_compared_in_the_terminal_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,7 @@ import json
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.cookiejar import CookieJar
 from importlib.resources import files
@@ -30,7 +28,7 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.protocol import Updated
 from rallypoint.errors import UsageError
 from rallypoint.launch.observing.beside import facts_of, resolved_of
-from rallypoint.watch.app import HEADER, Operator, Page, Wish, served
+from rallypoint.watch.app import HEADER, Page, served
 from rallypoint.watch.follow import EVENTS, Follower
 from support.page import in_thread
 
@@ -156,84 +154,6 @@ def test_a_page_of_another_name_gets_no_answer(client: TestClient, host: str) ->
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
 def test_the_page_can_only_be_read(client: TestClient, method: str) -> None:
     assert client.request(method, "/run").status_code == 405
-
-
-ORIGIN, TOKEN = {"Origin": "http://127.0.0.1:1234"}, {"Authorization": "Bearer operator's"}
-
-
-@pytest.fixture
-def operated(folder: Path) -> Iterator[tuple[TestClient, list[Wish]]]:
-    """A page with buttons, opened by who may read it, and the orders that were carried out."""
-    followed: list[Wish] = []
-
-    def follow(wish: Wish) -> str:
-        if wish.member == "nobody":
-            raise UsageError("there is nobody")
-        followed.append(wish)
-        return "done"
-
-    page = Page(Follower(folder), {}, "secret", Operator("operator's", follow))
-    with TestClient(page.app, base_url="http://127.0.0.1:1234", headers=READER) as client:
-        yield client, followed
-
-
-def test_an_order_of_the_operator_is_carried_out_and_answered(operated: tuple[TestClient, list[Wish]]) -> None:
-    client, followed = operated
-    answer = client.post("/order", content=b'{"order":"drain","member":"worker1"}', headers=ORIGIN | TOKEN)
-    assert (answer.status_code, answer.json()) == (200, {"said": "done"})
-    assert followed == [Wish("drain", "worker1")]
-    refused = client.post("/order", content=b'{"order":"drain","member":"nobody"}', headers=ORIGIN | TOKEN)
-    assert (refused.status_code, refused.json()) == (409, {"said": "there is nobody"})
-
-
-@pytest.mark.parametrize(("headers", "body", "status"), [
-    (ORIGIN, b'{"order":"pause"}', 403), (TOKEN, b'{"order":"pause"}', 403),
-    (ORIGIN | {"Authorization": "Bearer secret"}, b'{"order":"pause"}', 403),
-    ({"Origin": "http://evil.example"} | TOKEN, b'{"order":"pause"}', 403), ({"Origin": "null"} | TOKEN, b"{}", 403),
-    (ORIGIN | TOKEN, b'{"order":"format"}', 400), (ORIGIN | TOKEN, b"\xff", 400), (ORIGIN | TOKEN, b"", 400),
-    (ORIGIN | TOKEN, b'{"order":"drain","member":"\\u001b[2J"}', 400),
-    (ORIGIN | TOKEN, b'{"order":"resize","workers":99999999}', 400), (ORIGIN | TOKEN, b"[" * 100_000, 400),
-])  # fmt: skip
-def test_nobody_else_orders_anything(
-    operated: tuple[TestClient, list[Wish]], headers: dict[str, str], body: bytes, status: int
-) -> None:
-    client, followed = operated
-    assert client.post("/order", content=body, headers=headers).status_code == status
-    del client.headers[HEADER]
-    assert client.post("/order", content=b'{"order":"pause"}', headers=ORIGIN | TOKEN).status_code == 403
-    assert followed == []
-
-
-def test_a_job_can_be_stopped_while_a_resize_waits_for_machines(folder: Path) -> None:
-    begun, come = threading.Event(), threading.Event()
-
-    def follow(wish: Wish) -> str:
-        if wish.order == "resize":
-            begun.set()
-            assert come.wait(60)
-        return "done"
-
-    page = Page(Follower(folder), {}, "secret", Operator("operator's", follow))
-    with TestClient(page.app, base_url="http://127.0.0.1:1234", headers=READER) as client:
-
-        def order(name: str) -> int:
-            return client.post("/order", content=f'{{"order":"{name}"}}', headers=ORIGIN | TOKEN).status_code
-
-        with ThreadPoolExecutor(1) as pool:
-            resize = pool.submit(order, "resize")
-            try:
-                assert begun.wait(60)
-                assert [order(name) for name in ("resize", "snapshot", "pause", "stop")] == [503, 503, 200, 200]
-            finally:
-                come.set()
-            assert resize.result(60) == 200
-        assert order("snapshot") == 200
-
-
-def test_without_an_operator_there_are_no_orders(client: TestClient) -> None:
-    client.headers.update(READER)
-    assert client.post("/order", content=b'{"order":"pause"}', headers=ORIGIN | TOKEN).status_code == 404
-    assert client.get("/run").json()["facts"]["buttons"] is False
 
 
 def test_the_page_asks_nothing_of_the_internet(client: TestClient) -> None:

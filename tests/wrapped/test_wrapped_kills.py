@@ -10,7 +10,7 @@ import pytest
 from own_loops import train_plain
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.commands.resume import Wishes, going_on
+from rallypoint.launch.commands.resume import going_on
 from rallypoint.launch.observing.beside import resolved_of
 from support.programs import run_program
 
@@ -72,7 +72,7 @@ def test_a_killed_process_is_started_again_at_the_jobs_step(tmp_path: Path, kind
     begun = sorted(re.findall(r"replica \d begins at \d+", text))
     assert begun == ["replica 0 begins at 0", "replica 1 begins at 0", "replica 1 begins at 7"]
     with pytest.raises(UsageError, match="go on with --workers 2, as this job began"):
-        going_on(tmp_path / "run", Wishes(cluster={"workers": "3"}, settings={"steps": 40}), print)
+        going_on(tmp_path / "run", print, {"steps": 40}, cluster={"workers": "3"})
     assert "replicas" in (settings := resolved_of(tmp_path / "run"))
     assert ("optimizer.lr" in settings) == (kind == "servers"), "where workers step, the script has it"
 

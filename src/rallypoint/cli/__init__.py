@@ -34,7 +34,9 @@ def main() -> None:
         command.help = _unwrapped(inspect.getdoc(command.callback) or "")
     try:
         _check_current_folder()
-        _refuse_gone(sys.argv[1:])
+        for word in sys.argv[1:2]:
+            if word in GONE:  # (`given.refuse_option` does it for options)
+                raise UsageError(f"there is no command {word}: {GONE[word]}")
         app(prog_name="rallypoint")
     except RallypointError as error:
         say(f"error: {printable_lines(str(error))}", error=True)  # names in it come from the network
@@ -47,12 +49,6 @@ def _check_current_folder() -> None:
         os.getcwd()
     except FileNotFoundError:
         raise UsageError("the current folder has been deleted: change to another one (cd)") from None
-
-
-def _refuse_gone(words: list[str]) -> None:
-    """Raise UsageError for a command in GONE, with what to do instead. `given.refuse_option` does it for options."""
-    if words and words[0] in GONE:
-        raise UsageError(f"there is no command {words[0]}: {GONE[words[0]]}")
 
 
 def _place(command: CommandInfo) -> tuple[int, int]:

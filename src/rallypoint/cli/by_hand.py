@@ -277,17 +277,13 @@ def token(
     if tls is not None:
         if role or token_file:
             raise UsageError("--tls makes certificates of all roles, and no token: give it alone")
-        _certify(tls, days)
+        from rallypoint.net.certificates import make_certificates
+
+        until = make_certificates(tls, days=days)
+        print(f"certificates for every role are in {tls}; they are valid until {until:%Y-%m-%d %H:%M} UTC")
         return
     from rallypoint.launch.access import keep_private, token_for
 
     found = token_for(role, token_file)
     keep_private(sys.stdout.fileno())
     print(found)
-
-
-def _certify(folder: Path, days: int) -> None:
-    from rallypoint.net.certificates import make_certificates
-
-    until = make_certificates(folder, days=days)
-    print(f"certificates for every role are in {folder}; they are valid until {until:%Y-%m-%d %H:%M} UTC")

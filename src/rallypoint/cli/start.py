@@ -131,12 +131,12 @@ def resume(
 
     Example: [bold]rallypoint resume runs/20260131-235959 --set optimizer.lr=1e-4[/bold]
     """
-    from rallypoint.launch.commands.resume import Wishes, going_on
+    from rallypoint.launch.commands.resume import going_on
     from rallypoint.launch.console import RunConsole
     from rallypoint.launch.run import launch
 
-    wishes = Wishes(cluster=changes, settings=overrides_from(config, sets or []), original=original)
-    plan = going_on(run, wishes, lambda text: print(text, flush=True))
+    settings, say = overrides_from(config, sets or []), lambda text: print(text, flush=True)
+    plan = going_on(run, say, settings, cluster=changes, original=original)
     raise typer.Exit(launch(plan, RunConsole(), original=original))
 
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import io
 import os
-import secrets
 import signal
 import sys
 import threading
@@ -19,7 +18,7 @@ import typer
 from rallypoint.cli.app import AFTER, RUNNING, app
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.launch.observing.beside import facts_of, follow, resolved_of
+from rallypoint.launch.observing.beside import facts_of, resolved_of
 from rallypoint.launch.options import RunFolder
 from rallypoint.watch.follow import EVENTS
 
@@ -40,9 +39,6 @@ def watch(
         "--port", min=0, max=65535, help="The page's port on this machine; by default any free one.",
         show_default=False,
     )] = 0,
-    buttons: Annotated[bool, typer.Option(
-        "--buttons", help="With buttons (pause, stop, resize, ...), which need a second token that is printed.",
-    )] = False,
 ) -> None:  # fmt: skip
     """Show a run, or several in one chart, during the run or afterwards, as a page in the browser.
 
@@ -51,34 +47,32 @@ def watch(
 
     Example: [bold]rallypoint watch runs/20260131-235959[/bold]
     """
-    for name, given in (("--track", track), ("--buttons", buttons)):
-        if given and len(runs) > 1:
-            raise UsageError(f"{name} is for one run: name one folder")
+    if track and len(runs) > 1:
+        raise UsageError("--track is for one run: name one folder")
     runs = _begun(runs)
     if track:
         _track(runs[0], track)
     elif terminal:
         _show(_named(runs))
-    elif len(runs) > 1:
-        _compare(_named(runs), port)
     else:
-        _serve(runs[0], port, buttons=buttons)
+        _serve(_named(runs), port)
 
 
-def _serve(run: Path, port: int, *, buttons: bool) -> None:
+def _serve(folders: dict[str, Path], port: int) -> None:
     from rallypoint.launch.observing.beside import check_page
 
     check_page()
-    from rallypoint.watch.app import Operator, served
+    from rallypoint.watch.app import compared, served
 
     if hold_lifeline():  # of a run that serves its own page
         os.nice(_NICE)
-
-    operator = Operator(secrets.token_urlsafe(16), functools.partial(follow, run)) if buttons else None
-    if operator is not None:
-        print(f"the operator's token, for its buttons: {operator.token}", flush=True)
-    with served(run, facts_of(run), port, operator, functools.partial(resolved_of, run)) as (address, server):
-        print(f"the page of {run}: {address}", flush=True)
+    if len(folders) > 1:
+        page = compared(folders, _settings(folders), port)
+    else:
+        (run,) = folders.values()
+        page = served(run, facts_of(run), port, functools.partial(resolved_of, run))
+    with page as (address, server):
+        print(f"the page of {', '.join(map(str, folders.values()))}: {address}", flush=True)
         server.answer()
 
 
@@ -104,17 +98,6 @@ def _named(runs: list[Path]) -> dict[str, Path]:
 def _settings(folders: dict[str, Path]) -> dict[str, dict[str, str]]:
     own = {"snapshots": ""}  # each run has a place of its own
     return {name: {**facts_of(run)["settings"], **resolved_of(run), **own} for name, run in folders.items()}
-
-
-def _compare(folders: dict[str, Path], port: int) -> None:
-    from rallypoint.launch.observing.beside import check_page
-
-    check_page()
-    from rallypoint.watch.app import compared
-
-    with compared(folders, _settings(folders), port) as (address, server):
-        print(f"the page of {', '.join(folders)}: {address}", flush=True)
-        server.answer()
 
 
 def _show(folders: dict[str, Path]) -> None:
@@ -193,16 +176,16 @@ def replay(
         if replica is not None or find_spike or current_code:
             raise UsageError("two runs are compared by what they have recorded: with --step and --json alone")
         raise typer.Exit(_say_difference(run, other, -1 if step is None else step, json=json))
-    from rallypoint.launch.observing.replay import ReplayWanted, differs, lines_of
+    from rallypoint.launch.observing.replay import differs, lines_of
     from rallypoint.launch.observing.replay import replay as play
 
     if (step is None) != find_spike:
         raise UsageError("which step? give --step N, or --find-spike for the first whose loss stands out")
-    wanted = ReplayWanted(
+    result = play(
+        run, lambda text: print(text, file=sys.stderr if json else sys.stdout, flush=True),
         step=-1 if step is None else step, replica=-1 if replica is None else replica,
         current=current_code, quiet=json,
     )  # fmt: skip
-    result = play(run, wanted, lambda text: print(text, file=sys.stderr if json else sys.stdout, flush=True))
     if json:
         print(msgspec.json.encode(result).decode())
     else:

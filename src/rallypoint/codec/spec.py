@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class Raw(msgspec.Struct, frozen=True, tag="raw", kw_only=True, forbid_unknown_fields=True):
@@ -39,7 +43,7 @@ class Int4(msgspec.Struct, frozen=True, tag="int4", kw_only=True, forbid_unknown
 class TopK(msgspec.Struct, frozen=True, tag="topk", kw_only=True, forbid_unknown_fields=True):
     """The `ratio` largest words, at 6 bytes each. `sampled` finds them faster, by a threshold from a sample."""
 
-    ratio: float = 0.01
+    ratio: _Share = 0.01
     sampled: bool = True
     error_feedback: bool = True
 
@@ -47,7 +51,7 @@ class TopK(msgspec.Struct, frozen=True, tag="topk", kw_only=True, forbid_unknown
 class RandomK(msgspec.Struct, frozen=True, tag="randomk", kw_only=True, forbid_unknown_fields=True):
     """Random words, `ratio` of all, at 4 bytes each; without error feedback scaled so that the mean is right."""
 
-    ratio: float = 0.01
+    ratio: _Share = 0.01
     error_feedback: bool = True
 
 
@@ -64,10 +68,10 @@ class DGC(msgspec.Struct, frozen=True, tag="dgc", kw_only=True, forbid_unknown_f
     `clip` bounds the 2-norm of each shard's gradient. Over `warmup_steps` steps the ratio falls from 0.25 to `ratio`.
     """
 
-    ratio: float = 0.001
-    momentum: float = 0.9
-    clip: float | None = None
-    warmup_steps: int = 0
+    ratio: _Share = 0.001
+    momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
+    clip: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
     sampled: bool = True
 
 
@@ -78,7 +82,7 @@ class PowerSGD(msgspec.Struct, frozen=True, tag="powersgd", kw_only=True, forbid
     holds.
     """
 
-    rank: int = 4
+    rank: Annotated[int, msgspec.Meta(ge=1)] = 4
     error_feedback: bool = True
 
 

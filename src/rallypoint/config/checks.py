@@ -8,16 +8,14 @@ from __future__ import annotations
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from rallypoint.codec.spec import DGC, CodecSpec, PowerSGD, RandomK, TopK
-from rallypoint.config.tree import Audit, Group, JobConfig, Memory, Network, Reading, optimizers_of
-from rallypoint.core.decisions import ReduceOnPlateau
+from rallypoint.codec.spec import DGC, CodecSpec, PowerSGD
+from rallypoint.config.tree import Group, JobConfig, optimizers_of
 from rallypoint.core.layout import MOST_SHARD_BYTES, Layout, carried_in
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.optimizer import (
@@ -30,17 +28,15 @@ from rallypoint.core.optimizer import (
     Adam,
     Adamax,
     AdamW,
-    LossScaling,
     Muon,
     NAdam,
     Optimizer,
     RAdam,
     RMSprop,
     Sum,
-    is_power_of_two,
 )
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
-from rallypoint.core.schedule import Constant, Cosine, Linear, StepDecay, Table
+from rallypoint.core.schedule import Table
 from rallypoint.core.typed import EXAMPLES, hints_of, written
 from rallypoint.errors import ConfigError
 
@@ -132,21 +128,17 @@ def check_ranks(config: JobConfig, *, carries: bool = False) -> None:
 
 
 def _check_mode(config: JobConfig) -> None:
-    if config.local is not None:
-        _check_fragments(config, config.local)
+    if (local := config.local) is not None:
+        if local.steps % local.fragments:
+            raise ConfigError(f"fragments={local.fragments}: it must divide the {local.steps} local steps")
+        if local.delay >= config.steps_per_round:
+            raise ConfigError(
+                f"delay={local.delay}: the delay must be below the {config.steps_per_round} steps from one "
+                "synchronisation to the next"
+            )
     policy = config.policy
     if isinstance(policy, Sync) and policy.quorum is not None and policy.quorum > config.replicas:
         raise ConfigError(f"a quorum of {policy.quorum} of {config.replicas} replicas: use 1 to replicas, or None")
-
-
-def _check_fragments(config: JobConfig, local: LocalSteps) -> None:
-    if local.steps % local.fragments:
-        raise ConfigError(f"fragments={local.fragments}: it must divide the {local.steps} local steps")
-    if local.delay >= config.steps_per_round:
-        raise ConfigError(
-            f"delay={local.delay}: the delay must be below the {config.steps_per_round} steps from one "
-            "synchronisation to the next"
-        )
 
 
 def _check_periods(config: JobConfig) -> None:
@@ -166,85 +158,6 @@ _BY_NAME = {*(Sync, BoundedStaleness, Async, LocalSteps, AllReduce), *typing.get
 _LARGEST = 2**63 - 1  # what a message can carry
 _Structs = Sequence[type[msgspec.Struct]]
 
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """What is allowed for one setting: `words` follow its type, as in "a number above 0"."""
-
-    words: str
-    allows: Callable[[Any], bool]
-
-
-_ABOVE_0 = Limit("above 0", lambda value: value > 0)
-_FROM_0 = Limit("of at least 0", lambda value: value >= 0)
-_FROM_1 = Limit("of at least 1", lambda value: value >= 1)
-_POWER = Limit("that is a power of two, from 2^-126 to 2^127", is_power_of_two)
-_GROWTH = Limit("that is a power of two, of at least 1", lambda value: value >= 1 and is_power_of_two(value))
-_BACKOFF = Limit("that is a power of two, of at most 1", lambda value: value <= 1 and is_power_of_two(value))
-_COUNTABLE = Limit("from 1 to 16777216", lambda value: 1 <= value <= 1 << 24)  # fp32 counts so far
-_SHARE = Limit("above 0, of at most 1", lambda value: 0 < value <= 1)
-_SHARE_OR_0 = Limit("from 0 to 1", lambda value: 0 <= value <= 1)
-_DECAY = Limit("from 0 to below 1", lambda value: 0 <= value < 1)
-_ORTHOGONAL = Limit("from 1 to 99", lambda value: 1 <= value <= 99)
-_BETAS = Limit("from 0 to below 1", lambda value: all(0 <= beta < 1 for beta in value))
-_SHARD = Limit(
-    "that is a multiple of 64, from 64 to 67108864 (64 MiB)", lambda value: 64 <= value <= 1 << 26 and value % 64 == 0
-)
-_RATE = Limit("of at least 0", lambda value: not isinstance(value, float) or value >= 0)
-_ADAM = {"lr": _RATE, "betas": _BETAS, "eps": _FROM_0, "weight_decay": _FROM_0}
-_WARMED = {"peak": _FROM_0, "warmup": _FROM_0}
-
-_LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
-    JobConfig: {
-        **dict.fromkeys(("replicas", "batch", "steps", "accumulate"), _FROM_1),
-        "table_std": _FROM_0,
-        "clip": _ABOVE_0,
-    },
-    Memory: {"prefetch_bytes": _FROM_0},
-    Audit: {"share": _SHARE_OR_0, "fingerprints": _FROM_0},
-    Reading: {"passes": _FROM_0, "mixed_shards": _FROM_1, "items_per_sample": _FROM_1},
-    Network: {
-        "shard_bytes": _SHARD, "window": _FROM_1,
-        **dict.fromkeys(("presum_bytes", "hold_bytes", "in_flight_bytes", "pace_mbit"), _FROM_0),
-    },
-    LossScaling: {
-        "init_scale": _POWER, "growth_factor": _GROWTH, "backoff_factor": _BACKOFF, "growth_interval": _COUNTABLE,
-    },
-    Group: {"weight_decay": _FROM_0},
-    AdamW: _ADAM,
-    Adam: _ADAM,
-    NAdam: {**_ADAM, "momentum_decay": _FROM_0},
-    RAdam: _ADAM,
-    Adamax: _ADAM,
-    Adadelta: {"lr": _RATE, "rho": _SHARE_OR_0, "eps": _FROM_0, "weight_decay": _FROM_0},
-    RMSprop: {"lr": _RATE, **dict.fromkeys(("alpha", "eps", "weight_decay", "momentum"), _FROM_0)},
-    ASGD: {"lr": _RATE, "weight_decay": _FROM_0},
-    Muon: {
-        "lr": _RATE, "adamw_betas": _BETAS, "ns_steps": _ORTHOGONAL, "momentum": _DECAY,
-        **dict.fromkeys(("eps", "weight_decay", "adamw_eps"), _FROM_0),
-    },
-    SGD: {"lr": _RATE, "momentum": _FROM_0, "weight_decay": _FROM_0},
-    Adagrad: {
-        "lr": _RATE, **dict.fromkeys(("lr_decay", "weight_decay", "initial_accumulator_value", "eps"), _FROM_0),
-    },
-    EMA: {"decay": _DECAY},
-    ReduceOnPlateau: {
-        "factor": _SHARE, **dict.fromkeys(("patience", "threshold", "cooldown", "min_lr", "eps"), _FROM_0),
-    },
-    SWA: {"start": _FROM_0, "every": _FROM_1},
-    Constant: _WARMED,
-    Cosine: {**_WARMED, "floor": _FROM_0},
-    Linear: {**_WARMED, "floor": _FROM_0},
-    StepDecay: {**_WARMED, "every": _FROM_1},
-    Sync: {"quorum": _FROM_1},
-    BoundedStaleness: {"staleness": _FROM_0},
-    Async: {"delay_compensation": _FROM_0, "fold": _FROM_1},
-    LocalSteps: {"steps": _FROM_1, "fragments": _FROM_1, "delay": _FROM_0, "mix": _SHARE},
-    TopK: {"ratio": _SHARE},
-    RandomK: {"ratio": _SHARE},
-    DGC: {"ratio": _SHARE, "momentum": _DECAY, "clip": _ABOVE_0, "warmup_steps": _FROM_0},
-    PowerSGD: {"rank": _FROM_1},
-}  # fmt: skip
 
 # What follows the sentence about a wrong value of these settings
 _WHY = {
@@ -284,7 +197,7 @@ def _in_struct(given: Mapping[str, Any], kinds: _Structs, path: str, partial: bo
         return f"{path}{missing} is missing, and {given.get('type', path.rstrip('.'))} needs it: add it{such}"
     for name, value in given.items():
         verdicts = [
-            _in_value(value, hints_of(kind)[name], _LIMITS.get(kind, {}).get(name), path + name, partial)
+            _in_value(value, hints_of(kind)[name], path + name, partial)
             for kind in chosen if name in kind.__struct_fields__
         ]  # fmt: skip
         if verdicts and all(verdicts):
@@ -298,13 +211,13 @@ def _missing(given: Mapping[str, Any], kind: type[msgspec.Struct]) -> str:
     return next((name for name in needed if name not in given), "")
 
 
-def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bool) -> str:
+def _in_value(value: Any, hint: Any, path: str, partial: bool) -> str:
     structs = structs_in(hint)
     if isinstance(value, Mapping) and structs:
         return _in_struct(value, structs, f"{path}.", partial)
     if isinstance(value, Mapping) and typing.get_origin(hint) is dict:
         of = typing.get_args(hint)[1]
-        found = (_in_value(one, of, None, f"{path}.{name}", partial) for name, one in value.items())
+        found = (_in_value(one, of, f"{path}.{name}", partial) for name, one in value.items())
         return next(filter(None, found), "")
     if isinstance(value, list | tuple) and hint == tuple[Group, ...]:
         groups = [(n, group) for n, group in enumerate(value) if isinstance(group, Mapping)]
@@ -314,9 +227,9 @@ def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bo
     named = [kind for kind in structs if kind is not Sum]  # that one is not for users
     if isinstance(value, str) and named and all(kind in _BY_NAME for kind in named):
         return _in_words(value, named, path)
-    if _fits(value, hint, limit):
+    if _fits(value, hint):
         return ""
-    return f"{path} is {_shown(value)}: it must be {_described(hint, limit)}{_WHY.get(path, '')}"
+    return f"{path} is {_shown(value)}: it must be {_described(hint)}{_WHY.get(path, '')}"
 
 
 def _in_words(value: str, kinds: _Structs, path: str) -> str:
@@ -327,14 +240,15 @@ def _in_words(value: str, kinds: _Structs, path: str) -> str:
     return f"{path} is {_shown(value)}: write {', or '.join(ways)}"
 
 
-def _fits(value: Any, hint: Any, limit: Limit | None) -> bool:
+def _fits(value: Any, hint: Any) -> bool:
     if not all(_is_finite(number) for number in (value if isinstance(value, list | tuple) else [value])):
         return False
     try:
         converted = msgspec.convert(value, hint)
     except msgspec.ValidationError:
         return isinstance(value, list | tuple) and all(isinstance(part, Mapping) for part in value)  # seen by msgspec
-    return converted is None or limit is None or limit.allows(converted)
+    allows = (((range_ := _range(hint)) and range_.extra) or {}).get("allows")
+    return converted is None or allows is None or allows(converted)
 
 
 def _is_finite(value: Any) -> bool:
@@ -344,8 +258,29 @@ def _is_finite(value: Any) -> bool:
 # ---- words ----
 
 
+def _range(hint: Any) -> msgspec.Meta | None:
+    """What limits the numbers of a type hint; None if nothing does."""
+    if typing.get_origin(hint) is Annotated:
+        return next((one for one in hint.__metadata__ if isinstance(one, msgspec.Meta)), None)
+    return next(filter(None, map(_range, typing.get_args(hint))), None)
+
+
+def _limits(range_: msgspec.Meta) -> str:
+    """The range, as words that follow a type: ``of at least 0``."""
+    least, most = range_.ge, range_.le
+    if range_.description is not None:
+        return range_.description
+    if range_.gt is not None:
+        return f"above {range_.gt}" + ("" if most is None else f", of at most {most}")
+    if range_.lt is not None:
+        return f"from {least} to below {range_.lt}"
+    return f"of at least {least}" if most is None else f"from {least} to {most}"
+
+
 def _parts(hint: Any) -> Iterator[Any]:
-    """Yield the members of a union, or the hint itself."""
+    """Yield the members of a union, or the hint itself, without ranges."""
+    if typing.get_origin(hint) is Annotated:
+        hint = hint.__origin__
     if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union:
         for part in typing.get_args(hint):
             yield from _parts(part)
@@ -357,12 +292,12 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 _PLURALS: dict[Any, str] = {float: "numbers", str: "texts", str | tuple[str, ...]: "names, or of lists of names"}
 
 
-def _described(hint: Any, limit: Limit | None) -> str:
+def _described(hint: Any) -> str:
     """Return ``a number above 0, or none``."""
     parts, structs = list(_parts(hint)), structs_in(hint)
     said = [_kind(part) for part in parts if part is not NoneType and part not in structs]
-    if said and limit is not None:
-        said[-1] += f" {limit.words}"
+    if said and (range_ := _range(hint)) is not None and range_.max_length is None:
+        said[-1] += f" {_limits(range_)}"
     tags = [str(part.__struct_config__.tag) for part in structs if part.__struct_config__.tag and part is not Sum]
     said += [f"a part with a type ({', '.join(tags)})"] if tags else []
     said += [f"rp.{part.__name__}(...)" for part in structs if not part.__struct_config__.tag]
@@ -379,7 +314,7 @@ def _kind(part: Any) -> str:
     if typing.get_origin(part) is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if typing.get_origin(part) is tuple:
-        what = _PLURALS.get(arguments[0], "parts")
+        what = _PLURALS.get(getattr(arguments[0], "__origin__", arguments[0]), "parts")
         return f"a list of {what}" if arguments[-1] is Ellipsis else f"a list of {len(arguments)} {what}"
     return _KINDS.get(part, "a value")
 

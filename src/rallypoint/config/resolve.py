@@ -18,7 +18,7 @@ from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.modes.table import of_another_mode
 from rallypoint.core.policy import AllReduce
 from rallypoint.core.typed import said, written
-from rallypoint.errors import ConfigError, meant
+from rallypoint.errors import ConfigError, Explained, meant
 
 
 def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> JobConfig:
@@ -121,10 +121,8 @@ def overrides_from(file: Path | None, dotted: Sequence[str]) -> dict[str, Any]:
     """Return nested overrides from a TOML file and `key.key=value` texts (values are TOML; a bare word is a string)."""
     tree: dict[str, Any] = {}
     if file is not None:
-        try:
+        with Explained(ConfigError, f"the configuration file {file} cannot be read", of=(OSError, ValueError)):
             tree = tomllib.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the configuration file {file} cannot be read: {error}") from None
     for text in dotted:
         path, equals, value = text.partition("=")
         if not equals:
@@ -170,16 +168,13 @@ def _as_data(key: str, value: Any) -> Any:
     if key in GONE:
         raise ConfigError(f"{key} is gone: {GONE[key]}")
     if key.partition(".")[0] not in JobConfig.__struct_fields__:
-        raise ConfigError(f"job.train has an unknown field `{key}`: {_INSTEAD.get(key) or _nearest(key)}")
+        close = _INSTEAD.get(key) or meant(key, JobConfig.__struct_fields__).removeprefix(": ")
+        hint = close or "docs/settings.md has a table of its settings"
+        raise ConfigError(f"job.train has an unknown field `{key}`: {hint}")
     try:
         return msgspec.to_builtins(value)
     except TypeError:
         raise ConfigError(_not_data(key, value)) from None
-
-
-def _nearest(key: str) -> str:
-    close = meant(key, JobConfig.__struct_fields__).removeprefix(": ")
-    return close or "docs/settings.md has a table of its settings"
 
 
 def _not_data(key: str, value: Any) -> str:

@@ -10,7 +10,7 @@ import fnmatch
 import math
 from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
-from typing import Literal, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 import msgspec
 
@@ -25,10 +25,21 @@ from rallypoint.core.plan.tuning import shards_for, shards_on_one_host
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.protocol import Welcome
 from rallypoint.core.schedule import Constant, Schedule, rate_at
-from rallypoint.core.typed import PartType, build_now
+from rallypoint.core.typed import (
+    AboveZero,
+    CountFromOne,
+    CountFromZero,
+    FromZero,
+    PartType,
+    ShareOrZero,
+    build_now,
+)
 from rallypoint.errors import ConfigError, ModelError
 
 DownSpec = Raw | Fp16 | Bf16 | Int8
+_ShardBytes = Annotated[int, msgspec.Meta(
+    ge=64, le=1 << 26, multiple_of=64, description="that is a multiple of 64, from 64 to 67108864 (64 MiB)",
+)]  # fmt: skip
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +54,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     match: tuple[str, ...]
-    weight_decay: float | None = None
+    weight_decay: FromZero | None = None
     lr_scale: float = 1.0
     codec: CodecSpec | None = None
     sync_every: int | None = None
@@ -75,13 +86,13 @@ class Network(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, for
             are equally many and no backups, servers do so too.
     """
 
-    shard_bytes: int = SHARD_BYTES
-    window: int = 4
-    presum_bytes: int = 8 << 30
+    shard_bytes: _ShardBytes = SHARD_BYTES
+    window: CountFromOne = 4
+    presum_bytes: CountFromZero = 8 << 30
     overlap: bool = True
-    hold_bytes: int = 256 << 20
-    in_flight_bytes: int = 0
-    pace_mbit: float = 0.0
+    hold_bytes: CountFromZero = 256 << 20
+    in_flight_bytes: CountFromZero = 0
+    pace_mbit: FromZero = 0.0
     pacing: Literal["auto", "off"] = "auto"
 
 
@@ -100,7 +111,7 @@ class Memory(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forb
     """
 
     parameters: Literal["local", "streamed"] = "local"
-    prefetch_bytes: int = 32 << 20
+    prefetch_bytes: CountFromZero = 32 << 20
     hold: Literal["fp32", "bf16"] = "fp32"
     recompute: Literal["none", "blocks"] = "none"
 
@@ -119,9 +130,9 @@ class Audit(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbi
             run's folder, for `rallypoint replay`; 0: never.
     """
 
-    share: float = 0.0
+    share: ShareOrZero = 0.0
     action: Literal["drain", "stop", "tell"] = "drain"
-    fingerprints: int = 0
+    fingerprints: CountFromZero = 0
 
 
 class Evaluation(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -157,10 +168,10 @@ class Reading(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, for
     """
 
     order: Literal["shuffled", "sequential", "windowed", "own", "stream"] = "shuffled"
-    passes: int = 0
-    mixed_shards: int = 16
+    passes: CountFromZero = 0
+    mixed_shards: CountFromOne = 16
     item: str = "samples"
-    items_per_sample: int = 1
+    items_per_sample: CountFromOne = 1
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -197,13 +208,13 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             bytes are the same.
     """
 
-    replicas: int = 1
-    batch: int = 32
-    steps: int = 100
+    replicas: CountFromOne = 1
+    batch: CountFromOne = 32
+    steps: CountFromOne = 100
     optimizer: Optimizer = AdamW()
     sync: Mode = Sync()
-    accumulate: int = 1
-    clip: float | None = None
+    accumulate: CountFromOne = 1
+    clip: AboveZero | None = None
     average: EMA | SWA | None = None
     seed: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -213,7 +224,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     groups: tuple[Group, ...] = ()
     codec: CodecSpec = Raw()
     down: DownSpec = Raw()
-    table_std: float = 1.0
+    table_std: FromZero = 1.0
     memory: Memory = Memory()
     audit: Audit = Audit()
     evaluation: Evaluation = Evaluation()

@@ -27,7 +27,6 @@ from rallypoint.core.protocol import (
     Finished,
     Held,
     Hello,
-    LinkSample,
     Members,
     Message,
     Metrics,
@@ -139,12 +138,8 @@ class Samples:
         self._kept = {one: when for one, when in self._kept.items() if one in everybody}
         self._kept[member] = now
         names = {one.address: one.id for one in (*view.servers, *view.aggregators)}
-        links = _named(sample.links, names)
+        links = {names[address]: link for address, link in sample.links.items() if address in names}
         return msgspec.structs.replace(sample, member=member, host=everybody[member].host[:200], links=links)
-
-
-def _named(links: Mapping[str, LinkSample], names: Mapping[str, str]) -> dict[str, LinkSample]:
-    return {names[address]: link for address, link in links.items() if address in names}
 
 
 _EARLY = 65_536  # steps: in a streaming job a replica may be far ahead of the others

@@ -8,7 +8,7 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -17,7 +17,7 @@ import msgspec
 from rallypoint.coordinator.journal import opened_to_read, own
 from rallypoint.core.protocol import Contributed, Fingerprint, Updated
 from rallypoint.core.view import ViewNumber
-from rallypoint.errors import DataError
+from rallypoint.errors import DataError, Explained
 from rallypoint.store import files
 from rallypoint.store.files import EndingThread, journal_mode
 
@@ -90,7 +90,8 @@ class FingerprintLog:
                 count += 1
                 if count >= _LOOK_EVERY:
                     count = 0
-                    self._make_room(kept)
+                    while _size(kept) > self._most and _forget_the_oldest(kept):
+                        pass
             except (sqlite3.Error, OSError) as error:
                 if not self._warned:
                     log.warning("%s cannot be written, the job goes on without: %s", self._path, error)
@@ -136,10 +137,6 @@ class FingerprintLog:
             self._say(f"more digests differ from those that were there before: only the first {_MOST_TOLD} are told")
         else:
             self._say(f"{what}: {how}: see `rallypoint replay`")
-
-    def _make_room(self, kept: sqlite3.Connection) -> None:
-        while _size(kept) > self._most and _forget_the_oldest(kept):
-            pass
 
 
 def _size(kept: sqlite3.Connection) -> int:
@@ -187,11 +184,12 @@ class KeptFingerprints:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / FINGERPRINTS
+        path, errors = folder / FINGERPRINTS, (sqlite3.Error, OSError, msgspec.ValidationError)
+        self._reading = Explained(DataError, f"the digests {path} cannot be read", of=errors)
         self._kept: sqlite3.Connection | None = None
-        if os.path.lexists(self._path):
-            with self._reading():
-                self._kept = opened_to_read(self._path)
+        if os.path.lexists(path):
+            with self._reading:
+                self._kept = opened_to_read(path)
 
     def __enter__(self) -> KeptFingerprints:
         return self
@@ -219,13 +217,6 @@ class KeptFingerprints:
         """The rows, of this type: SQLite keeps any value in any column, and the file may be somebody else's."""
         if self._kept is None:
             return []
-        with self._reading():
+        with self._reading:
             rows = self._kept.execute(query, values).fetchall()
             return [msgspec.convert(row, kind) for row in rows]
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, OSError, msgspec.ValidationError) as error:
-            raise DataError(f"the digests {self._path} cannot be read: {error}") from None

@@ -20,7 +20,7 @@ import msgspec
 
 from rallypoint.config.changes import kept_record
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.errors import DataError
+from rallypoint.errors import DataError, Explained
 from rallypoint.net.handshake import KEY_BYTES
 from rallypoint.store.files import WAL, EndingThread, is_over, journal_mode
 
@@ -70,11 +70,10 @@ def kept_state(folder: Path) -> ClusterState | None:
     path = folder / JOURNAL
     if not os.path.lexists(path):
         return None
-    try:
-        with contextlib.closing(opened_to_read(path)) as kept:
-            return _state_in(kept, str(path))
-    except (sqlite3.Error, OSError, msgspec.DecodeError) as error:
-        raise DataError(f"the journal {path} cannot be read: {error}") from None
+    errors = (sqlite3.Error, OSError, msgspec.DecodeError)
+    cannot = Explained(DataError, f"the journal {path} cannot be read", of=errors)
+    with cannot, contextlib.closing(opened_to_read(path)) as kept:
+        return _state_in(kept, str(path))
 
 
 def _state_in(kept: sqlite3.Connection, path: str) -> ClusterState | None:

@@ -81,13 +81,10 @@ class Owner:
                 continue
             if isinstance(event, inbox.Ticked):
                 due, before_tick = time.monotonic() + self._tick_s, -1
-            self._take(event)
-
-    def _take(self, event: inbox.Event) -> None:
-        try:
-            self._handle(event)
-        except Exception as error:
-            self._handle(inbox.EndWanted(f"the coordinator failed: {sentence_of(error)}"))
+            try:
+                self._handle(event)
+            except Exception as error:
+                self._handle(inbox.EndWanted(f"the coordinator failed: {sentence_of(error)}"))
 
 
 # The time without pauses of this process.

@@ -16,7 +16,6 @@ from rallypoint.coordinator import inbox
 from rallypoint.coordinator.acts import Act, AddFigures, AddPart, BeginSnapshot, CommitSnapshot
 from rallypoint.core.cluster.effects import FindSnapshot
 from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
-from rallypoint.core.protocol import Stored
 from rallypoint.errors import sentence_of
 from rallypoint.store.files import EndingThread, patiently
 from rallypoint.store.manifest import Manifest, ShardEntry
@@ -62,7 +61,10 @@ class SnapshotKeeper:
                 self._parts = {snapshot: _Parts()}  # drop the parts of earlier snapshots
                 self._tasks.put(("the deletion of attempts", lambda: self._give_up(snapshot)))
             case AddPart(part=part, writer=writer):
-                self._add(part, writer)
+                if (parts := self._parts.get(part.snapshot)) is not None:
+                    parts.files.update(part.files)
+                    parts.writers.update(dict.fromkeys(part.files, writer))
+                    parts.shards.update({shard: ShardEntry(*entry) for shard, entry in part.shards.items()})
             case CommitSnapshot():
                 self._begin_commit(act)
             case AddFigures():
@@ -76,12 +78,6 @@ class SnapshotKeeper:
         """Let the thread end after what was asked for before. Return it, to be waited for."""
         self._tasks.put(None)
         return self._thread, self._doing
-
-    def _add(self, part: Stored, writer: str) -> None:
-        if (parts := self._parts.get(part.snapshot)) is not None:
-            parts.files.update(part.files)
-            parts.writers.update(dict.fromkeys(part.files, writer))
-            parts.shards.update({shard: ShardEntry(*entry) for shard, entry in part.shards.items()})
 
     def _begin_commit(self, act: CommitSnapshot) -> None:
         parts = self._parts.pop(act.snapshot, None)

@@ -382,7 +382,8 @@ class AggregatorMachine:
             self._newest[shard] = version
             for old in [v for v in self._asked_of(shard) if v <= version - VERSIONS_KEPT]:
                 del self._asked[shard, old]  # no server keeps it any more
-            effects += [effect for step in self._steps(shard) if step < version for effect in self._end(shard, step)]
+            for step in [step for step in self._steps(shard) if step < version]:  # nothing of it is needed any more
+                effects += self._sums.pop((shard, step)).forget_all()
             effects += [GiveVersion(worker, shard, version) for worker in sorted(self._from)]
         effects += [GiveVersion(worker, shard, version, asked=True) for worker in sorted(askers)]
         while len(kept) > VERSIONS_KEPT:
@@ -391,10 +392,6 @@ class AggregatorMachine:
 
     def _steps(self, shard: int) -> list[int]:
         return sorted(step for index, step in self._sums if index == shard)
-
-    def _end(self, shard: int, step: int) -> list[Effect]:
-        """The version after this step exists: nothing of the step is needed any more."""
-        return [*self._sums.pop((shard, step)).forget_all()]
 
     # ---- workers ----
 

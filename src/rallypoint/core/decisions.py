@@ -12,12 +12,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from rallypoint.core.typed import Name, SettingsType
+from rallypoint.core.typed import FromZero, Name, SettingsType, Share
 from rallypoint.core.view import EarlyEnd
 from rallypoint.errors import ConfigError
 
 Mode = Literal["min", "max"]
-_Evaluations = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Evaluations = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32, description="of at least 0")]
 MOST_REDUCTIONS = 1000  # of the rates: every view and every manifest has the list
 
 
@@ -73,13 +73,13 @@ class ReduceOnPlateau(msgspec.Struct, metaclass=SettingsType, frozen=True, forbi
     """
 
     metric: Name
-    factor: float = 0.1
+    factor: Share = 0.1
     patience: _Evaluations = 10
-    threshold: float = 1e-4
+    threshold: FromZero = 1e-4
     threshold_mode: Literal["rel", "abs"] = "rel"
     cooldown: _Evaluations = 0
-    min_lr: float = 0.0
-    eps: float = 1e-8
+    min_lr: FromZero = 0.0
+    eps: FromZero = 1e-8
     mode: Mode = "min"
 
     def better(self, value: float, best: float) -> bool:

@@ -221,7 +221,8 @@ def build_layout(
     entries: list[Entry] = []
     shards: list[Shard] = []
     shard_words, position = shard_bytes // WORD_BYTES, 0
-    for group in _groups_in_order(specs):
+    present = {spec.group for spec in specs}
+    for group in sorted(g for g in present if g >= 0) + sorted((g for g in present if g < 0), reverse=True):
         position = -(-position // _GROUP_ALIGNMENT) * _GROUP_ALIGNMENT
         start, rank = position, (ranks or {}).get(group, 0)
         for spec in reversed([s for s in specs if s.group == group]):
@@ -240,7 +241,9 @@ def build_layout(
         _check_row(table)
         for part in parts_of(index, rows, columns, shard_bytes):
             shards.append(Shard(len(shards), table.group, position, position, columns, part))
-    return Layout(tuple(entries), tuple(shards), position, _fingerprint(entries, shards, tables), tuple(tables))
+    encoded = msgspec.json.encode([entries, shards, *([tables] if tables else [])])
+    fingerprint = hashlib.blake2b(encoded, digest_size=16).hexdigest()
+    return Layout(tuple(entries), tuple(shards), position, fingerprint, tuple(tables))
 
 
 def forward_ranks(layout: Layout) -> list[int]:
@@ -303,11 +306,6 @@ def _check_row(table: TensorSpec) -> None:
         )
 
 
-def _groups_in_order(specs: Iterable[TensorSpec]) -> list[int]:
-    present = {spec.group for spec in specs}
-    return sorted(g for g in present if g >= 0) + sorted((g for g in present if g < 0), reverse=True)
-
-
 def _cut(group: int, start: int, stop: int, shard_words: int, first: int) -> list[Shard]:
     edges = [*range(start, stop, shard_words), stop]
     return [Shard(first + i, group, edges[i], edges[i + 1]) for i in range(len(edges) - 1)]
@@ -328,8 +326,3 @@ def _rows(entry: Entry, edges: Sequence[int], first: int) -> list[Shard]:
     columns = entry.spec.numel // entry.spec.shape[0]
     cuts = [entry.start + row * columns for row in edges]
     return [Shard(first + i, entry.spec.group, cuts[i], cuts[i + 1], columns) for i in range(len(cuts) - 1)]
-
-
-def _fingerprint(entries: Sequence[Entry], shards: Sequence[Shard], tables: Sequence[TensorSpec]) -> str:
-    encoded = msgspec.json.encode([entries, shards, *([tables] if tables else [])])
-    return hashlib.blake2b(encoded, digest_size=16).hexdigest()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from rallypoint.core.schedule import Schedule
-from rallypoint.core.typed import SettingsType
+from rallypoint.core.typed import CountFromOne, CountFromZero, Decay, FromZero, SettingsType, ShareOrZero
 from rallypoint.errors import ConfigError
 
 
@@ -32,30 +32,30 @@ class AdamW(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="adamw", kw_
     shards end elsewhere than parameters do.
     """
 
-    lr: Schedule | float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
+    lr: Schedule | FromZero = 1e-3
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: FromZero = 1e-8
+    weight_decay: FromZero = 0.01
     fused: bool = False
 
 
 class Adam(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="adam", kw_only=True, forbid_unknown_fields=True):
     """torch.optim.Adam (Kingma and Ba, 2015). `fused`: see AdamW."""
 
-    lr: Schedule | float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    lr: Schedule | FromZero = 1e-3
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: FromZero = 1e-8
+    weight_decay: FromZero = 0.0
     fused: bool = False
 
 
 class SGD(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="sgd", kw_only=True, forbid_unknown_fields=True):
     """torch.optim.SGD, with momentum and Nesterov's variant (Sutskever et al., 2013)."""
 
-    lr: Schedule | float = 1e-2
-    momentum: float = 0.0
+    lr: Schedule | FromZero = 1e-2
+    momentum: FromZero = 0.0
     nesterov: bool = False
-    weight_decay: float = 0.0
+    weight_decay: FromZero = 0.0
 
 
 class Adagrad(
@@ -67,31 +67,31 @@ class Adagrad(
     schedule's rate by 1 + lr_decay * n after n updates of the shard (skipped steps are not counted).
     """
 
-    lr: Schedule | float = 1e-2
-    lr_decay: float = 0.0
-    weight_decay: float = 0.0
-    initial_accumulator_value: float = 0.0
-    eps: float = 1e-10
+    lr: Schedule | FromZero = 1e-2
+    lr_decay: FromZero = 0.0
+    weight_decay: FromZero = 0.0
+    initial_accumulator_value: FromZero = 0.0
+    eps: FromZero = 1e-10
 
 
 class NAdam(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="nadam", kw_only=True, forbid_unknown_fields=True):
     """torch.optim.NAdam: Adam with Nesterov momentum (Dozat, 2016)."""
 
-    lr: Schedule | float = 2e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    momentum_decay: float = 4e-3
+    lr: Schedule | FromZero = 2e-3
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: FromZero = 1e-8
+    weight_decay: FromZero = 0.0
+    momentum_decay: FromZero = 4e-3
     decoupled_weight_decay: bool = False
 
 
 class RAdam(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="radam", kw_only=True, forbid_unknown_fields=True):
     """torch.optim.RAdam: Adam with a rectified rate in its first steps (Liu et al., 2020)."""
 
-    lr: Schedule | float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    lr: Schedule | FromZero = 1e-3
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: FromZero = 1e-8
+    weight_decay: FromZero = 0.0
     decoupled_weight_decay: bool = False
 
 
@@ -100,10 +100,10 @@ class Adamax(
 ):  # fmt: skip
     """torch.optim.Adamax: Adam with the infinity norm (Kingma and Ba, 2015)."""
 
-    lr: Schedule | float = 2e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    lr: Schedule | FromZero = 2e-3
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: FromZero = 1e-8
+    weight_decay: FromZero = 0.0
 
 
 class Adadelta(
@@ -111,10 +111,10 @@ class Adadelta(
 ):  # fmt: skip
     """torch.optim.Adadelta (Zeiler, 2012)."""
 
-    lr: Schedule | float = 1.0
-    rho: float = 0.9
-    eps: float = 1e-6
-    weight_decay: float = 0.0
+    lr: Schedule | FromZero = 1.0
+    rho: ShareOrZero = 0.9
+    eps: FromZero = 1e-6
+    weight_decay: FromZero = 0.0
 
 
 class RMSprop(
@@ -122,22 +122,22 @@ class RMSprop(
 ):  # fmt: skip
     """torch.optim.RMSprop (Tieleman and Hinton, 2012); `centered` as by Graves (2013)."""
 
-    lr: Schedule | float = 1e-2
-    alpha: float = 0.99
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    momentum: float = 0.0
+    lr: Schedule | FromZero = 1e-2
+    alpha: FromZero = 0.99
+    eps: FromZero = 1e-8
+    weight_decay: FromZero = 0.0
+    momentum: FromZero = 0.0
     centered: bool = False
 
 
 class ASGD(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="asgd", kw_only=True, forbid_unknown_fields=True):
     """torch.optim.ASGD (Polyak and Juditsky, 1992). Its own average, `ax`, is in exports with the optimizer's state."""
 
-    lr: Schedule | float = 1e-2
+    lr: Schedule | FromZero = 1e-2
     lambd: float = 1e-4
     alpha: float = 0.75
     t0: float = 1e6
-    weight_decay: float = 0.0
+    weight_decay: FromZero = 0.0
 
 
 class Muon(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="muon", kw_only=True, forbid_unknown_fields=True):
@@ -149,17 +149,17 @@ class Muon(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="muon", kw_on
     AdamW's. torch's own default is "original".
     """
 
-    lr: Schedule | float = 1e-3
-    weight_decay: float = 0.1
-    momentum: float = 0.95
+    lr: Schedule | FromZero = 1e-3
+    weight_decay: FromZero = 0.1
+    momentum: Decay = 0.95
     nesterov: bool = True
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
-    eps: float = 1e-7
-    ns_steps: int = 5
+    eps: FromZero = 1e-7
+    ns_steps: Annotated[int, msgspec.Meta(ge=1, le=99)] = 5
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     adamw: tuple[str, ...] = ()
-    adamw_betas: tuple[float, float] = (0.9, 0.999)
-    adamw_eps: float = 1e-8
+    adamw_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    adamw_eps: FromZero = 1e-8
 
     def of_others(self) -> AdamW:
         """The optimizer of the parameters that are no matrices."""
@@ -193,7 +193,7 @@ class EMA(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="ema", forbid
     first update copies the parameters.
     """
 
-    decay: float = 0.999
+    decay: Decay = 0.999
 
 
 class SWA(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="swa", forbid_unknown_fields=True):
@@ -202,8 +202,8 @@ class SWA(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="swa", forbid
     The bytes equal torch's AveragedModel with its defaults on a CPU, updated after these steps.
     """
 
-    start: int = 0
-    every: int = 1
+    start: CountFromZero = 0
+    every: CountFromOne = 1
 
 
 Average = EMA | SWA
@@ -228,6 +228,16 @@ ENTRY = "rallypoint.loss_scale"  # the layout's name for (scale, steps applied s
 _LARGEST, _SMALLEST = 2.0**127, 2.0**-126  # fp32 holds these, and all powers of two between them
 
 
+def is_power_of_two(value: float) -> bool:
+    """True for 2, 65536 and 0.5; False for 3, 0 and -2, and for what fp32 does not hold."""
+    return _SMALLEST <= value <= _LARGEST and math.frexp(value)[0] == 0.5
+
+
+def _power(words: str, ge: float | None = None, le: float | None = None) -> msgspec.Meta:
+    said = f"that is a power of two, {words}"
+    return msgspec.Meta(ge=ge, le=le, description=said, extra={"allows": is_power_of_two})
+
+
 class LossScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rule and the defaults of torch.amp.GradScaler (Micikevicius et al., 2018, "Mixed Precision Training").
 
@@ -236,10 +246,10 @@ class LossScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     factors are powers of two: then scaling rounds nothing.
     """
 
-    init_scale: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
+    init_scale: Annotated[float, _power("from 2^-126 to 2^127")] = 65536.0
+    growth_factor: Annotated[float, _power("of at least 1", ge=1)] = 2.0
+    backoff_factor: Annotated[float, _power("of at most 1", le=1)] = 0.5
+    growth_interval: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 2000  # fp32 counts so far
 
     def after(self, scale: float, applied: int, *, skipped: bool) -> tuple[float, int]:
         """Return the scale after a step, and the steps applied since it has changed."""
@@ -248,8 +258,3 @@ class LossScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if applied + 1 < self.growth_interval:
             return scale, applied + 1
         return min(_LARGEST, scale * self.growth_factor), 0
-
-
-def is_power_of_two(value: float) -> bool:
-    """True for 2, 65536 and 0.5; False for 3, 0 and -2, and for what fp32 does not hold."""
-    return _SMALLEST <= value <= _LARGEST and math.frexp(value)[0] == 0.5

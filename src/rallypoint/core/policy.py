@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from rallypoint.core.optimizer import SGD
-from rallypoint.core.typed import SettingsType
+from rallypoint.core.typed import CountFromOne, CountFromZero, FromZero, SettingsType, Share
 
 
 class Verdict(enum.Enum):
@@ -102,7 +102,7 @@ class Sync(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="sync", forb
     that replaces another one in the middle of a round takes the contributions that the other had chosen, if it had.
     """
 
-    quorum: int | None = None
+    quorum: CountFromOne | None = None
 
     @property
     def streaming(self) -> bool:
@@ -179,7 +179,7 @@ class BoundedStaleness(
     """Stale-synchronous (SSP; Ho et al., 2013): contributions are applied on arrival, but no replica runs more than
     `staleness` steps ahead of the slowest. With `staleness=0` it is Sync."""
 
-    staleness: int
+    staleness: CountFromZero
 
     def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
         verdict = self._arrives(ledger, step, replica)
@@ -210,8 +210,8 @@ class Async(_OnArrival, metaclass=SettingsType, frozen=True, tag="async", forbid
     """
 
     scale_by_staleness: bool = False
-    delay_compensation: float = 0.0
-    fold: int = 1
+    delay_compensation: FromZero = 0.0
+    fold: CountFromOne = 1
 
     def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
         return self._arrives(ledger, step, replica)
@@ -245,13 +245,13 @@ class LocalSteps(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="local
     values: mix * version + (1 - mix) * own. The step at which this happens does not depend on when the result arrives.
     """
 
-    steps: int
+    steps: CountFromOne
     outer: SGD = SGD(lr=0.7, momentum=0.9, nesterov=True)
     keep_inner: bool = True
     over: Sync | Async = Sync()
-    fragments: int = 1
-    delay: int = 0
-    mix: float = 0.5
+    fragments: CountFromOne = 1
+    delay: CountFromZero = 0
+    mix: Share = 0.5
 
 
 class AllReduce(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="all-reduce", forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ sizes (4, 4); a bias that tensor parallelism replicates is the same block twice,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Annotated
 
@@ -131,7 +131,7 @@ def _ordered(spread: Sequence[Spread], names: Sequence[str]) -> list[Spread]:
 
 def _check_whole(tensor: Spread) -> None:
     blocks = [piece.block for piece in tensor.sent]
-    if any(one.overlaps(other) for one, other in _pairs(blocks)):
+    if any(one.overlaps(other) for one, other in combinations(blocks, 2)):
         raise ModelError(f"{tensor.name}: two ranks hold parts that overlap and are not the same")
     if sum(block.elements for block in blocks) != math.prod(tensor.shape):
         raise ModelError(f"{tensor.name}: the ranks of this worker do not hold all of its elements together")
@@ -144,10 +144,6 @@ def _check_one_stage(tensor: Spread, stages: Sequence[frozenset[str]]) -> None:
             f"parameter {tensor.name} is on two stages of the pipeline, and nobody would add up their gradients: put "
             "it on one stage, or give each its own (untie the weights)"
         )
-
-
-def _pairs(blocks: Sequence[TensorBox]) -> Iterator[tuple[TensorBox, TensorBox]]:
-    return combinations(blocks, 2)
 
 
 def _described(one: HeldTensor) -> str:

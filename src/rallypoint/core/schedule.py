@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from rallypoint.core.typed import CountFromOne, CountFromZero, FromZero
 from rallypoint.errors import ConfigError
 
 MOST_RATES = 1 << 16  # of a table: under 1 MiB in the job record, which every member gets
@@ -18,33 +19,33 @@ MOST_RATES = 1 << 16  # of a table: under 1 MiB in the job record, which every m
 class Constant(msgspec.Struct, frozen=True, tag="constant", forbid_unknown_fields=True):
     """`peak`, after a linear rise over `warmup` steps."""
 
-    peak: float
-    warmup: int = 0
+    peak: FromZero
+    warmup: CountFromZero = 0
 
 
 class Cosine(msgspec.Struct, frozen=True, tag="cosine", forbid_unknown_fields=True):
     """From `peak` down to `floor` on half a cosine over the job's steps (Loshchilov and Hutter, 2017)."""
 
-    peak: float
-    warmup: int = 0
-    floor: float = 0.0
+    peak: FromZero
+    warmup: CountFromZero = 0
+    floor: FromZero = 0.0
 
 
 class Linear(msgspec.Struct, frozen=True, tag="linear", forbid_unknown_fields=True):
     """From `peak` down to `floor` on a straight line over the job's steps."""
 
-    peak: float
-    warmup: int = 0
-    floor: float = 0.0
+    peak: FromZero
+    warmup: CountFromZero = 0
+    floor: FromZero = 0.0
 
 
 class StepDecay(msgspec.Struct, frozen=True, tag="step", forbid_unknown_fields=True):
     """`peak`, multiplied by `factor` after every `every` steps."""
 
-    peak: float
-    every: int
+    peak: FromZero
+    every: CountFromOne
     factor: float = 0.1
-    warmup: int = 0
+    warmup: CountFromZero = 0
 
 
 class Table(msgspec.Struct, frozen=True, tag="table", forbid_unknown_fields=True):

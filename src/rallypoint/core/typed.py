@@ -24,6 +24,14 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 MOST_NORM = 1e300
 Norm = Annotated[float, msgspec.Meta(ge=0.0, le=MOST_NORM)]
 Replicas = Annotated[tuple[Index, ...], msgspec.Meta(max_length=1 << 16)]
+# Ranges of settings: `config.checks` says in words what they allow
+AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+FromZero = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+ShareOrZero = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Decay = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+CountFromZero = Annotated[int, msgspec.Meta(ge=0)]
+CountFromOne = Annotated[int, msgspec.Meta(ge=1)]
 HasSent = Literal["none", "some", "all"]  # which shards have all that a worker owes them at a step
 
 
@@ -66,8 +74,8 @@ def unnamed(figures: Mapping[Any, object]) -> str:
 
 @cache
 def hints_of(kind: type) -> Mapping[str, Any]:
-    """Return `typing.get_type_hints(kind)`, which compiles every hint anew each time it is asked."""
-    return typing.get_type_hints(kind)
+    """Return `typing.get_type_hints(kind)` with ranges; it compiles every hint anew each time it is asked."""
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 def build_now(*types: Any) -> None:

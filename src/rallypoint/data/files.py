@@ -19,7 +19,7 @@ import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
 from rallypoint.data.cache import Cache, FilePiece
-from rallypoint.errors import DataError, UsageError
+from rallypoint.errors import DataError, Explained, UsageError
 
 log = logging.getLogger("rallypoint")
 
@@ -391,10 +391,8 @@ class StoredFiles:
         if process != os.getpid():  # after a fork, the connections are the parent's. Two threads may do this: no harm
             self._made = _, systems = os.getpid(), dict[str, Any]()
         if url not in systems:
-            try:
+            with Explained(DataError, f"{url} cannot be read", of=(ValueError, ImportError)):
                 systems[url] = fsspec.core.url_to_fs(url, **self._options)[0]
-            except (ValueError, ImportError) as error:
-                raise DataError(f"{url} cannot be read: {error}") from None
         return systems[url]
 
 

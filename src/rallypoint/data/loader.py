@@ -52,7 +52,7 @@ def _order_of(dataset: MapDataset, config: JobConfig) -> OrderAhead:
         shards=shard_lengths(dataset) if config.reading.order == "windowed" else (),
     )  # fmt: skip
     if order.length < (step := config.replicas * config.batch):
-        log.warning(f"a step takes {step} samples, and the data set has {order.length}: a step uses some more than once")
+        log.warning(f"a step takes {step} samples, and the data set has {order.length}: some come more than once in it")
     return OrderAhead(order, config.batch)
 
 

@@ -46,14 +46,11 @@ class OrderAhead:
             if window is None and len(self._windows) >= REPLICAS:
                 self._windows.clear()
             steps = range(number * self._steps, (number + 1) * self._steps)
-            positions = np.concatenate([_numbers(self._order.positions(step, replica)) for step in steps])
+            ranges = [self._order.positions(step, replica) for step in steps]
+            positions = np.concatenate([np.arange(one.start, one.stop, dtype=np.uint64) for one in ranges])
             samples = samples_at(self._order, positions) if self._of_windows is None else self._of_windows.at(positions)
             window = self._windows[replica] = number, samples
         return window[1][offset * self._batch : (offset + 1) * self._batch]
-
-
-def _numbers(positions: range) -> Array:
-    return np.arange(positions.start, positions.stop, dtype=np.uint64)
 
 
 class SamplesOfWindows:

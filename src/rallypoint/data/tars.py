@@ -20,7 +20,7 @@ import numpy.typing as npt
 from rallypoint.data.cache import Cache, cache_of
 from rallypoint.data.files import File, StoredFiles
 from rallypoint.data.shards import Rows, ShardedDataset, Transform
-from rallypoint.errors import DataError
+from rallypoint.errors import DataError, Explained
 from rallypoint.own_files import opened
 
 PIECE_BYTES = 16 << 20  # samples that are read in one request, unless one is larger
@@ -250,8 +250,6 @@ def _kept(path: Path, tars: list[Tar]) -> list[TarPiece] | None:
 
 def _keep(path: Path, tars: list[Tar], pieces: list[TarPiece]) -> None:
     partial = f".{path.name}.{secrets.token_hex(8)}.partial"  # other workers may write it too: each one whole
-    try:
-        with opened(path.parent, make=True) as folder:
-            folder.write(path.name, msgspec.msgpack.encode(_Index(tars, pieces)), mode=0o666, beside=partial)
-    except OSError as error:
-        raise DataError(f"index={path} cannot be written: {error.strerror}; name another file") from None
+    cannot = Explained(DataError, f"index={path} cannot be written", "; name another file")
+    with cannot, opened(path.parent, make=True) as folder:
+        folder.write(path.name, msgspec.msgpack.encode(_Index(tars, pieces)), mode=0o666, beside=partial)

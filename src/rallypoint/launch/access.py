@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import Explained, UsageError
 from rallypoint.launch import environment
 from rallypoint.net.certificates import TlsFiles
 from rallypoint.net.handshake import ROLES, check_exposure, new_token, role_token
@@ -87,12 +87,9 @@ def keep_private(fd: int) -> None:
 
 def read_token(path: Path) -> str:
     """Return the token in a file, without the spaces and newlines around it. UsageError if there is none."""
-    try:
-        with path.open("rb") as file:
-            token = file.read(_LONGEST).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UsageError(f"the token file {path} cannot be read: {why}") from None
+    cannot = Explained(UsageError, f"the token file {path} cannot be read", of=(OSError, UnicodeDecodeError))
+    with cannot, path.open("rb") as file:
+        token = file.read(_LONGEST).decode().strip()
     if not token:
         raise UsageError(f"the token file {path} is empty: `rallypoint token > {path}` makes a token")
     return token

@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import re
-import shlex
 import sys
 import time
 from collections import deque
@@ -42,7 +41,7 @@ from rallypoint.core.protocol import (
 )
 from rallypoint.core.shard.clip import phrase
 from rallypoint.core.typed import counted, named
-from rallypoint.errors import StartAgain
+from rallypoint.errors import StartAgain, to_resume
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.plan import Launch
 from rallypoint.observe.lenient import Lenient, Unhurried
@@ -147,7 +146,8 @@ class Output:
 
     def rest(self, failure: str) -> list[ShownLine]:
         """At the end of the run: return the held error messages, without those that `failure` repeats."""
-        said = {_alike(line) for line in _told(failure)}
+        lines = failure.splitlines()  # of ``worker1: a sentence``, with and without the name
+        said = {_alike(line) for line in (*lines, *(line.partition(": ")[2] for line in lines[:1]))}
         left = [
             ShownLine(process, text) for _, process, lines in self._sentences for text in lines
             if _alike(text.removeprefix(_SENTENCE)) not in said
@@ -161,12 +161,6 @@ class Output:
             f"{named(others)} ended with the same error as {first}"
             for first, *others in self._shown.values() if others
         ]  # fmt: skip
-
-
-def _told(failure: str) -> list[str]:
-    """Return the lines of ``worker1: a sentence``, with and without the name."""
-    lines = failure.splitlines()
-    return [*lines, *(line.partition(": ")[2] for line in lines[:1])]
 
 
 def _alike(sentence: str) -> str:
@@ -303,44 +297,6 @@ def _quantile(counts: list[tuple[int, int]], share: float) -> int:
     return 0
 
 
-class SumsShown:
-    """How many sums are made. `take` gets what the coordinator repeats, also while none is made."""
-
-    def __init__(self) -> None:
-        self._at, self._printed = ScriptAt(0), 0
-        self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
-        self._last_plain = time.monotonic()
-
-    def take(self, script: ScriptAt) -> None:
-        """The furthest script is so far."""
-        now, self._at = time.monotonic(), script
-        self._recent.append((now, self._at.nbytes))
-        while len(self._recent) > 2 and self._recent[0][0] < now - _RATE_OVER_S:
-            self._recent.popleft()
-
-    @property
-    def line(self) -> str:
-        """``120 sums  3.4 MB/s from each worker``."""
-        (before, fewer), (now, more) = self._recent[0], self._recent[-1]
-        return f"{_sums(self._at.sums)}  {(more - fewer) / max(now - before, 1e-3) / 1e6:,.1f} MB/s from each worker"
-
-    def plain(self) -> str:
-        """The line for a file, if it is time for one and more sums are made than when it was last asked for; or ""."""
-        now = time.monotonic()
-        if now - self._last_plain < _PLAIN_EVERY_S or self._at.sums == self._printed:
-            return ""
-        self._last_plain, self._printed = now, self._at.sums
-        return self.line
-
-
-def done_of(script: ScriptAt, seconds: float) -> str:
-    """What follows ``done:``."""
-    return (
-        f"the scripts have ended after {_sums(script.sums)}, {script.nbytes / 1e6:,.1f} MB from each worker, "
-        f"in {seconds:.1f} s"
-    )
-
-
 def _sums(number: int) -> str:
     return f"{number:,} sum{'s' * (number != 1)}"
 
@@ -378,8 +334,8 @@ class RunConsole:
         self.finished = False
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._recent: deque[tuple[float, int]] = deque()
-        self._sums = SumsShown()
+        self._recent: deque[tuple[float, int]] = deque()  # when, and by then: the items, or bytes of sums
+        self._sums_printed = 0
         self._start = time.monotonic()
         self._last_plain = 0.0
         self.sizes: queue.SimpleQueue[Resize | Drain] = queue.SimpleQueue()  # requests to change the cluster's size
@@ -426,7 +382,7 @@ class RunConsole:
                     self.later, state.began_at, self._start = False, message.step + 1, self.heard
                 self._step(message)
             case ScriptAt():
-                self._sums_made()
+                self._sums_made(self.state.script)
             case Metrics(step=step, values=values):
                 self.console.print(f"[cyan]step {step:>6}[/cyan]  {_figures(values)}")
             case Say(text=text) if text.startswith(_REFUSED):
@@ -455,7 +411,7 @@ class RunConsole:
             case Snapshotted(version=0):
                 self._start = self.heard  # workers compute from now on
             case Snapshotted(nbytes=nbytes, seconds=seconds):
-                size = _size(nbytes)
+                size = f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
                 self.console.print(f"[dim]snapshot of step {self.steps_stored}: {size} in {seconds:.1f} s[/dim]")
             case _:
                 if state.ended == "failed":
@@ -495,7 +451,7 @@ class RunConsole:
                 self.say("there is no snapshot of this run to go on from")
             return
         hint = " (--set KEY=VALUE changes settings)" if failed else ""
-        way = f"rallypoint resume {escape(shlex.quote(plan.folder))}{hint}"
+        way = f"{escape(to_resume(plan.folder))}{hint}"
         self.console.print(f"to go on from step {stored}, the last snapshot: {way}", soft_wrap=True)
 
     def close(self) -> None:
@@ -508,7 +464,10 @@ class RunConsole:
             self._said_done = True
             seconds = (state.over_at if state.over_at >= 0 else time.monotonic()) - self._start
             if state.of_sums:
-                self.console.print(f"[bold]done[/bold]: {done_of(state.script, seconds)}")
+                self.console.print(
+                    f"[bold]done[/bold]: the scripts have ended after {_sums(state.script.sums)}, "
+                    f"{state.script.nbytes / 1e6:,.1f} MB from each worker, in {seconds:.1f} s"
+                )
                 return
             # Each item once, even if it was computed again
             (stopped_at, why), last = state.stopped, state.step if plan.loss == "never" else plan.steps
@@ -554,16 +513,21 @@ class RunConsole:
             f"sums of {counted(len(plan.workers), 'worker')} on {counted(len(plan.servers), 'server')}; the scripts "
             "decide when they end"
         )
+        self._recent.append((self._start, 0))
+        self._last_plain = self._start
         if self.console.is_terminal:
             self._progress = Progress(TextColumn("{task.description}"), console=self.console, transient=True)
             self._task = self._progress.add_task("0 sums", total=None)
             self._progress.start()
 
-    def _sums_made(self) -> None:
-        self._sums.take(self.state.script)
+    def _sums_made(self, script: ScriptAt) -> None:
+        """Show how many sums are made. The coordinator repeats it, also while none is made."""
+        self._count(script.nbytes)
+        line = f"{_sums(script.sums)}  {self._per_second / 1e6:,.1f} MB/s from each worker"
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, description=self._sums.line)
-        elif line := self._sums.plain():
+            self._progress.update(self._task, description=line)
+        elif self.heard - self._last_plain >= _PLAIN_EVERY_S and script.sums != self._sums_printed:
+            self._last_plain, self._sums_printed = self.heard, script.sums
             self.console.print(line)
 
     def _skipped_shown(self, skipped: Skipped) -> None:
@@ -586,9 +550,7 @@ class RunConsole:
     def _step(self, done: StepDone) -> None:
         now, state, plan = self.heard, self.state, self.state.plan
         assert plan is not None
-        self._recent.append((now, done.items))
-        while self._recent[0][0] < now - _RATE_OVER_S and len(self._recent) > 2:
-            self._recent.popleft()
+        self._count(state.items)
         loss = f"{done.loss:.4f}" if done.has_loss(plan) else ""
         if self._progress is not None and self._task is not None:
             self._progress.update(
@@ -623,15 +585,17 @@ class RunConsole:
         return f"{count:,} {unit}{'s' * (count != 1)} {what}"
 
     def _rate(self, item: str) -> str:
-        if len(self._recent) < 2:
-            return ""
-        seconds = self._recent[-1][0] - self._recent[0][0]
-        items = sum(count for _, count in list(self._recent)[1:])
-        return f"  {items / max(seconds, 1e-9):,.0f} {item}/s"
+        return "" if len(self._recent) < 2 else f"  {self._per_second:,.0f} {item}/s"
 
+    def _count(self, by_now: int) -> None:
+        self._recent.append((self.heard, by_now))
+        while self._recent[0][0] < self.heard - _RATE_OVER_S and len(self._recent) > 2:
+            self._recent.popleft()
 
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
+    @property
+    def _per_second(self) -> float:
+        (before, fewer), (now, more) = self._recent[0], self._recent[-1]
+        return (more - fewer) / max(now - before, 1e-9)
 
 
 def _figures(values: dict[str, float]) -> str:

@@ -22,7 +22,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.typed import named, printable
 from rallypoint.data.identity import identity_of
 from rallypoint.data.spec import Collate, Data, Loader, given
-from rallypoint.errors import ConfigError, DataError, RallypointError, UsageError
+from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch.commands.importing import Imported, ImportTask
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.observing.replay import Looked, NotFinite, ReplayAnswer, ReplayTask
@@ -75,7 +75,7 @@ class EmbeddedJob(Job):
         self._console = console
         self._observer = None if console is None else CoordinatorLink(
             transport=transport, address=self._coordinator.address, me=Identity("observer", LAUNCHER),
-            handlers=Handlers(console.show, _ended),
+            handlers=Handlers(console.show, lambda error: None),  # the coordinator closes it when the job is over
         )  # fmt: skip
         if self._observer is not None:
             self._observer.start()
@@ -104,10 +104,6 @@ class EmbeddedJob(Job):
             self._observer.close()
             self._console.close()
         torch.set_num_threads(self._threads_before)
-
-
-def _ended(error: RallypointError) -> None:
-    """Do nothing: the coordinator closes the observer's link when the job is over."""
 
 
 _NAMED = 8  # tensors that are left out

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import Explained, UsageError
 
 COORDINATOR = "RALLYPOINT_COORDINATOR"
 TOKEN = "RALLYPOINT_TOKEN"
@@ -37,7 +37,6 @@ LIFELINE = "RALLYPOINT_LIFELINE"
 STACKS = "RALLYPOINT_STACKS"  # the folder for the stacks of a process: see `launch.observing.stacks`
 REPLAY = "RALLYPOINT_REPLAY"  # the file with the task of a replay: see `launch.observing.replay`
 IMPORT = "RALLYPOINT_IMPORT"  # the file with the task of an import: see `launch.commands.importing`
-ANNOUNCE = "RALLYPOINT_ANNOUNCE"
 ANSWERS_AT = "health checks are answered at "  # the beginning of the line in which a process says where
 JOB_FAILED = "the job failed: "  # the beginning of the line in which a coordinator says why, as JSON
 _THREADS, _SPINS, _WAITING = "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"  # read by OpenMP
@@ -88,7 +87,5 @@ def run_script(argv: Sequence[str], extra: Mapping[str, str], stdout: int | None
     """
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT_")}
     sys.stdout.flush()
-    try:
+    with Explained(UsageError, f"the script cannot be started: {argv[0]}"):
         return subprocess.call(argv, env={**ours, **extra}, stdin=subprocess.DEVNULL, stdout=stdout)
-    except OSError as error:
-        raise UsageError(f"the script cannot be started: {argv[0]}: {error.strerror}") from None

@@ -19,7 +19,7 @@ from rallypoint.coordinator.journal import JOURNAL, Journal
 from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.typed import printable
-from rallypoint.errors import DataError, RallypointError, UsageError
+from rallypoint.errors import DataError, Explained, RallypointError, UsageError, to_resume
 from rallypoint.launch.kept_code import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS_FOLDER, TLS, read_plan
 from rallypoint.own_files import COORDINATOR_LOCK, LOCK, is_held, lock_within, opened, read_file
@@ -32,6 +32,7 @@ PREDECESSOR_S = 5.0  # so long a coordinator waits for the one before it to end
 _LOOK_S = 0.05
 TOKEN_FILE = "token-{}"  # of a coordinator that was started by hand, with its process id
 _EVENTS = "events.jsonl"
+_ANOTHER = "; choose another --folder"
 
 
 class Where(msgspec.Struct, frozen=True):
@@ -54,15 +55,13 @@ def new_folder(parent: Path) -> Path:
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = parent / stamp
-    try:
+    with Explained(UsageError, f"{folder} cannot be a run's folder", _ANOTHER):
         parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         for n in itertools.count(1):
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o755)  # others may not write it: see `refuse_others_words`
                 break
             folder = parent / f"{stamp}-{n}"
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be a run's folder: {error.strerror}; choose another --folder") from None
     return folder
 
 
@@ -72,12 +71,10 @@ def locked(folder: Path) -> Iterator[None]:
 
     The lock is the operating system's: it ends with this process, in any case.
     """
-    try:
+    with Explained(UsageError, f"{folder} cannot be a run's folder", _ANOTHER):
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may not write it: see `code.trusted`
         with opened(folder) as own:
             fd = own.lock_file(LOCK)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be a run's folder: {error.strerror}; choose another --folder") from None
     try:
         free = True
         with contextlib.suppress(OSError):  # ENOLCK, ENOSYS: a file system without locks keeps nobody out
@@ -100,12 +97,10 @@ def coordinated(folder: Path) -> Iterator[None]:
     waited for, up to 5 s; then UsageError. The lock is the operating system's: it ends with this process. A file system
     without locks keeps nobody out.
     """
-    try:
+    with Explained(UsageError, f"{folder} cannot hold the journal", _ANOTHER):
         folder.mkdir(parents=True, exist_ok=True)
         with opened(folder) as own:
             fd = own.lock_file(COORDINATOR_LOCK)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot hold the journal: {error.strerror}; choose another --folder") from None
     try:
         free = True
         with contextlib.suppress(OSError):  # ENOLCK, ENOTSUP: it has no locks
@@ -156,8 +151,7 @@ def refuse_an_old_run(folder: Path, snapshots: str) -> None:
         case None:
             what = "an interrupted run"
     if has_snapshot(snapshots):
-        way = f"`rallypoint resume {shlex.quote(str(folder))}`"
-        raise UsageError(f"{folder} holds {what}: go on with {way}, or --overwrite")
+        raise UsageError(f"{folder} holds {what}: go on with `{to_resume(folder)}`, or --overwrite")
     raise UsageError(f"{folder} holds {what}, without a snapshot: choose another --folder, or --overwrite")
 
 
@@ -170,13 +164,8 @@ def refuse_unwritable_snapshots(snapshots: str) -> None:
         return
     place = Path(snapshots).absolute()
     there = next(path for path in (place, *place.parents) if path.exists())
-    try:
-        with tempfile.TemporaryDirectory(prefix=".try-", dir=there):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"snapshots cannot be written to {snapshots}: {error.strerror}; choose another --snapshots"
-        ) from None
+    with Explained(UsageError, f"snapshots cannot be written to {snapshots}", "; choose another --snapshots"):
+        tempfile.TemporaryDirectory(prefix=".try-", dir=there).cleanup()
 
 
 def refuse_used_snapshots(snapshots: str) -> None:
@@ -188,19 +177,17 @@ def refuse_used_snapshots(snapshots: str) -> None:
 def refuse_a_finished_run(folder: Path) -> None:
     """Raise UsageError when the run in this folder is over: nothing is left to continue."""
     state = _journaled(folder)
-    word, quoted = None if state is None else state.last_word, shlex.quote(str(folder))
-    if isinstance(word, FinishJob) and word.stopped_at >= 0:
+    if state is None or not isinstance(word := state.last_word, FinishJob):
+        return
+    export = f"`rallypoint export {shlex.quote(str(folder))} --to model.safetensors` writes its model"
+    more = f"`{to_resume(folder)} --set steps=N`"
+    if word.stopped_at >= 0:
         raise UsageError(
-            f"{folder} holds a run that its script stopped at step {word.stopped_at} ({word.why}): "
-            f"`rallypoint export {quoted} --to model.safetensors` writes its model; "
-            f"`rallypoint resume {quoted} --set steps=N` goes on from that step, until its script stops it again"
+            f"{folder} holds a run that its script stopped at step {word.stopped_at} ({word.why}): {export}; {more} "
+            "goes on from that step, until its script stops it again"
         )
-    if isinstance(word, FinishJob):
-        raise UsageError(
-            f"{folder} holds a finished run{_of_steps(state)}: nothing is left to do. "
-            f"`rallypoint export {quoted} --to model.safetensors` writes its model; "
-            f"`rallypoint resume {quoted} --set steps=N` makes more{_of_steps(state, 'than')}"
-        )
+    steps, than = _of_steps(state), _of_steps(state, "than")
+    raise UsageError(f"{folder} holds a finished run{steps}: nothing is left to do. {export}; {more} makes more{than}")
 
 
 def _journaled(folder: Path) -> ClusterState | None:
@@ -291,16 +278,13 @@ def write_where(folder: Path, where: Where) -> None:
 
 
 @contextlib.contextmanager
-def token_file(folder: Path, where: Where) -> Iterator[str]:
-    """While in the body, the token is in a file that only this user may read. Yields how members get it."""
+def token_file(folder: Path, token: str) -> Iterator[Path]:
+    """While in the body, the token is in a file that only this user may read. Yields its path."""
     name = TOKEN_FILE.format(os.getpid())  # in a container all have the same process id: a killed one may have left it
     with opened(folder) as own:
-        own.write(name, where.token.encode())
+        own.write(name, token.encode())
         try:
-            yield (
-                f"members need its token, which only you can read:  export RALLYPOINT_COORDINATOR={where.coordinator} "
-                f'RALLYPOINT_TOKEN="$(cat {shlex.quote(str(folder / name))})"'
-            )
+            yield folder / name
         finally:
             own.unlink(name)
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rallypoint.errors import DataError, UsageError
+from rallypoint.errors import DataError, Explained, UsageError
 from rallypoint.launch import runner
 from rallypoint.launch.plan import RUN_FILE, Launch
 from rallypoint.own_files import is_alone_in_group, not_ours, not_private
@@ -38,19 +38,15 @@ def keep(script: str, folder: Path) -> str:
     """
     path, kept = Path(script).resolve(), folder / CODE
     fresh = folder / f"{CODE}.new"
-    try:
+    with Explained(UsageError, f"{script} cannot be read"):
         text = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{script} cannot be read: {error.strerror}") from None
-    try:
+    with Explained(UsageError, f"the code of {script} cannot be kept in {folder}"):
         remove(fresh)
         fresh.mkdir(mode=0o700, parents=True)
         _write(fresh / path.name, text)
         complete = _copy_modules(path.parent, fresh, (kept.resolve(), fresh.resolve()))
         remove(kept)
         fresh.rename(kept)
-    except OSError as error:
-        raise UsageError(f"the code of {script} cannot be kept in {folder}: {error.strerror}") from None
     if complete:
         return ""
     return (

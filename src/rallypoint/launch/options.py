@@ -19,7 +19,7 @@ import typer
 from rallypoint.config import overrides_from
 from rallypoint.config.keys import check_settings
 from rallypoint.core.plan.topology import Topology
-from rallypoint.errors import ConfigError, UsageError
+from rallypoint.errors import ConfigError, Explained, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.engines.cluster import check_engine
 from rallypoint.launch.folder import new_folder
@@ -40,6 +40,7 @@ from rallypoint.launch.plan import (
     with_whole_paths,
 )
 from rallypoint.store.snapshots import Retention
+from rallypoint.watch.tracking import parse_targets
 
 _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 ConfigFile = Annotated[Path | None, typer.Option(
@@ -133,7 +134,8 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
         both = msgspec.structs.replace(self, sets=[*(self.sets or []), *(more_settings or [])])
         own = {
             "script": script, **self._traced(), "tls": self._certificates(),
-            "metrics": self._targets(), "watch": self._page(), "track": self._tracked(), **self._machines(),
+            "metrics": self._targets(), "watch": self._page(), "track": parse_targets(self.track or ()),
+            **self._machines(),
         }  # fmt: skip
         return with_whole_paths(msgspec.structs.replace(both.plan(worker), **own))
 
@@ -154,12 +156,6 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
         if self.watch:
             check_page()
         return self.watch if self.watch is not None else sys.stdout.isatty() and not missing()
-
-    def _tracked(self) -> tuple[str, ...]:
-        """Return where the run's figures go, for the plan."""
-        from rallypoint.watch.tracking import parse_targets
-
-        return parse_targets(self.track or ())
 
     def _traced(self) -> dict[str, Any]:
         """Return where a trace goes and of which steps it is, for the plan: ``FILE`` or ``FILE@A:B``."""
@@ -276,10 +272,8 @@ def read_topology(path: Path) -> Topology:
 
     In JSON: ``{"hosts": {"node1": {"rack": "a", "link_mbit": 10000}}, "racks": {"a": {"uplink_mbit": 20000}}}``.
     """
-    try:
+    with Explained(ConfigError, f"the topology {path} cannot be read"):
         text = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"the topology {path} cannot be read: {error.strerror}") from None
     try:
         data = msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text.decode())
         return msgspec.convert(data, Topology)

@@ -18,7 +18,7 @@ import typer
 
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.plan.topology import Topology
-from rallypoint.errors import ConfigError, DataError, UsageError, meant
+from rallypoint.errors import ConfigError, DataError, Explained, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.own_files import opened, read_file
 from rallypoint.store.snapshots import Retention
@@ -238,13 +238,13 @@ def program_of(plan: Launch) -> str:
 
 def write_plan(plan: Launch) -> None:
     """Write the plan to the run's folder, atomically. Raises UsageError when it cannot be written."""
+    path = Path(plan.folder) / RUN_FILE
     try:
-        with opened(Path(plan.folder)) as folder:  # for this user alone: a command line may hold secrets
-            folder.write(RUN_FILE, msgspec.json.format(msgspec.json.encode(plan), indent=2))
+        with Explained(UsageError, f"{path} cannot be written"), opened(path.parent) as folder:
+            # For this user alone: a command line may hold secrets
+            folder.write(path.name, msgspec.json.format(msgspec.json.encode(plan), indent=2))
     except UnicodeEncodeError as error:  # names of files may be any bytes
         raise UsageError(f"{error.object!r} is no UTF-8: rename it, or begin elsewhere") from None
-    except OSError as error:
-        raise UsageError(f"{Path(plan.folder) / RUN_FILE} cannot be written: {error.strerror}") from None
 
 
 def read_plan(folder: Path) -> Launch:
@@ -394,11 +394,8 @@ def hosts_of(given: str) -> tuple[Host, ...]:
     """
     path = Path(given)
     if path.is_file():
-        try:
+        with Explained(UsageError, f"{given} cannot be read", of=(OSError, UnicodeDecodeError)):
             return hosts_in(path.read_text(), given)
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise UsageError(f"{given} cannot be read: {why}") from None
     if "/" in given or given.endswith(".txt"):
         raise UsageError(f"there is no file {given}: --hosts takes a file with one host a line, or a list as a,b,c")
     return hosts_in("\n".join(given.split(",")), "--hosts")

@@ -141,8 +141,9 @@ class Supervisor:
         if process.draining:
             return []  # it was told to exit, and is not counted since then
         if how.status == 0:
-            self._one_less(process.role)
-            return []  # it has left by itself
+            # It has left by itself, and is not replaced; those that have died before still are
+            self.wanted[process.role] = max(0, self.wanted[process.role] - 1)
+            return []
         lost = process.role == COORDINATOR and self._listening and not how.started  # (for want of files, or processes)
         if not (how.died or lost) or not self.limits.restart:
             return self._failed(name, process, how, now)
@@ -187,16 +188,10 @@ class Supervisor:
         self.running[name] = _Process(role, now, self._waves[role])
         return StartProcess(name, role)
 
-    def _count(self, role: str) -> int:
-        return sum(p.role == role and not p.draining for p in self.running.values())
-
     def _missing(self, role: str) -> int:
         """How many processes should be started now, without those that are to be tried later."""
-        return self.wanted[role] - self._count(role) - len(self._try_at.get(role, ()))
-
-    def _one_less(self, role: str) -> None:
-        """Count one process less: this one is not replaced. Processes that died before are still restarted."""
-        self.wanted[role] = max(0, self.wanted[role] - 1)
+        running = sum(p.role == role and not p.draining for p in self.running.values())
+        return self.wanted[role] - running - len(self._try_at.get(role, ()))
 
     def _failed(self, name: str, process: _Process, how: Exit, now: float) -> list[Decision]:
         """The process ended by itself, with an error."""

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import Explained, UsageError
 from rallypoint.net.frames import PROTOCOL
 from rallypoint.observe.lines import Sparingly
 from rallypoint.own_files import opened
@@ -81,8 +81,10 @@ class TlsFiles:
         return found
 
     def _load(self) -> LoadedFiles:
-        for name in (CA, CERTIFICATE, KEY):
-            _check_readable(self.folder / name)
+        for path in (self.folder / name for name in (CA, CERTIFICATE, KEY)):
+            todo = "; `rallypoint token --tls FOLDER` makes certificates"
+            with Explained(UsageError, f"{path} cannot be read", todo):
+                path.open("rb").close()
         try:
             dialing, listening = (self._context(side) for side in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
             certificate = x509.load_pem_x509_certificate((self.folder / CERTIFICATE).read_bytes())
@@ -119,16 +121,6 @@ def role_of(certificate: x509.Certificate) -> str:
     return str(names[0])
 
 
-def _check_readable(path: Path) -> None:
-    try:
-        with path.open("rb"):
-            return
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be read: {error.strerror}; `rallypoint token --tls FOLDER` makes certificates"
-        ) from None
-
-
 def words_of(error: ssl.SSLError) -> str:
     """Why TLS fails, in OpenSSL's words."""
     return (error.reason or str(error)).replace("_", " ").lower()
@@ -150,7 +142,7 @@ def make_certificates(folder: Path, *, days: float = 365.0) -> datetime:
     Keys are P-256, files of keys are for this user only. Each file is replaced at once.
     UsageError if the CA cannot be used, or files not written.
     """
-    try:
+    with Explained(UsageError, f"certificates cannot be written to {folder}"):
         authority, key = _authority(folder / CA_FOLDER)
         now = datetime.now(UTC)
         if authority.not_valid_after_utc <= now:
@@ -163,22 +155,18 @@ def make_certificates(folder: Path, *, days: float = 365.0) -> datetime:
             _write(folder / role / CA, _pem(authority))
             _write(folder / role / KEY, _pem_of_key(own))
             _write(folder / role / CERTIFICATE, _pem(certificate))
-    except OSError as error:
-        raise UsageError(f"certificates cannot be written to {folder}: {error.strerror}") from None
     return until
 
 
 def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     """The CA in this folder; a new one if there is none."""
     if (folder / CA).exists():
-        try:
+        cannot = f"the CA in {folder} cannot sign"
+        with Explained(UsageError, cannot, f"; bring its {KEY} back", of=(OSError, ValueError, TypeError)):
             key = serialization.load_pem_private_key((folder / KEY).read_bytes(), None)
             certificate = x509.load_pem_x509_certificate((folder / CA).read_bytes())
-        except (OSError, ValueError, TypeError) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error)
-            raise UsageError(f"the CA in {folder} cannot sign: {why}; bring its {KEY} back") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-            raise UsageError(f"the CA in {folder} cannot sign: its {KEY} is another certificate's")
+            raise UsageError(f"{cannot}: its {KEY} is another certificate's")
         return certificate, key
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())

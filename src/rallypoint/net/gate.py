@@ -137,7 +137,10 @@ class Gate:
         if not self._unproven.remove(connection):
             raise LinkError(f"{connection.peer} made room for another connection")
         try:
-            _check_names(hello)
+            for name in (hello.role, hello.id, hello.host, hello.address, hello.near):
+                if not can_name(name):
+                    wrong = f"the name {printable(name, 40)!r} has control characters, or more than {LONGEST_NAME}"
+                    raise ProtocolError(wrong)
             answer = self._admit(hello)
         except RallypointError as error:
             greeting.refuse(str(error))
@@ -152,13 +155,6 @@ class Gate:
             raise
         finally:
             channel.close()
-
-
-def _check_names(hello: Hello) -> None:
-    """ProtocolError unless its names can be shown: they are printable, and not long."""
-    for name in (hello.role, hello.id, hello.host, hello.address, hello.near):
-        if not can_name(name):
-            raise ProtocolError(f"the name {printable(name, 40)!r} has control characters, or more than {LONGEST_NAME}")
 
 
 # ---- who has not proved itself yet --------------------------------------------------------------------------------
@@ -188,7 +184,7 @@ class Unproven:
         with self._lock:
             own = self._by_host.setdefault(_host(connection), {})
             own[connection] = None
-            if len(own) <= self.most_from_one and self._count() <= self.most:
+            if len(own) <= self.most_from_one and sum(map(len, self._by_host.values())) <= self.most:
                 return None
             crowd = own if len(own) > self.most_from_one else max(self._by_host.values(), key=len)
             oldest = next(iter(crowd))
@@ -209,9 +205,6 @@ class Unproven:
         if not own:
             del self._by_host[host]
         return True
-
-    def _count(self) -> int:
-        return sum(map(len, self._by_host.values()))
 
 
 def _host(connection: Connection) -> str:

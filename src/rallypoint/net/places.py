@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rallypoint.errors import LinkError, UsageError, to_install
+from rallypoint.errors import Explained, LinkError, UsageError, to_install
 from rallypoint.net.tcp import is_ipv6, split_address
 
 # Where a job's coordinator may be: addresses, a file, or DNS. Members ask again at each attempt to reach it.
@@ -59,20 +59,16 @@ class Whereabouts:
 
 
 def _in_file(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            lines = file.read(_LONGEST).decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise LinkError(f"the coordinator's address is to be in {path}, which cannot be read: {why}") from None
+    where = f"the coordinator's address is to be in {path}, which"
+    cannot = Explained(LinkError, f"{where} cannot be read", of=(OSError, UnicodeDecodeError))
+    with cannot, path.open("rb") as file:
+        lines = file.read(_LONGEST).decode().splitlines()
     found = [address for line in lines if (address := line.partition("#")[0].strip())]
-    try:
+    with Explained(LinkError, f"{path}", of=(UsageError,)):
         for address in found:
             split_address(address)
-    except UsageError as error:
-        raise LinkError(f"{path}: {error}") from None
     if not found:
-        raise LinkError(f"the coordinator's address is to be in {path}, which has none")
+        raise LinkError(f"{where} has none")
     return found
 
 
@@ -81,20 +77,18 @@ def _resolver() -> dns.resolver.Resolver:
         import dns.resolver
     except ImportError:
         raise UsageError(f"{_DNS} needs the package dnspython: {to_install('dns')}") from None
-    try:
+    none = f"{_DNS} needs a name server, and this machine names none"
+    with Explained(UsageError, none, of=(dns.resolver.NoResolverConfiguration,)):
         return dns.resolver.get_default_resolver()
-    except dns.resolver.NoResolverConfiguration as error:
-        raise UsageError(f"{_DNS} needs a name server, and this machine names none: {error}") from None
 
 
 def _in_dns(resolver: dns.resolver.Resolver, name: str) -> list[str]:
     """The targets of the SRV records (RFC 2782), by priority, then the heaviest first."""
     import dns.exception
 
-    try:
+    where = f"the coordinator's address is to be in the SRV records of {name}"
+    with Explained(LinkError, where, of=(dns.exception.DNSException,)):
         answer = resolver.resolve(name, "SRV", lifetime=_RESOLVER_S)
-    except dns.exception.DNSException as error:
-        raise LinkError(f"the coordinator's address is to be in the SRV records of {name}: {error}") from None
     records = sorted(answer, key=lambda record: (record.priority, -record.weight, str(record.target), record.port))
     return [f"{record.target.to_text(omit_final_dot=True)}:{record.port}" for record in records]
 

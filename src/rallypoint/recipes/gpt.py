@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 import rallypoint as rp
 from rallypoint.recipes import recipe
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
-from rallypoint.recipes.picture import save_picture
 from rallypoint.recipes.text import load_text
 
 PROGRAM = "python -m rallypoint.recipes.gpt"
@@ -89,7 +88,6 @@ def train(
             whole = model if job.ranks == 1 else _gathered(model)
             if run.lead:
                 _finish(whole, validation, out or run.folder)
-                print(save_picture(run.folder))
 
 
 def _spread(model: GPT, ranks: int) -> rp.Parallel | None:
@@ -146,12 +144,6 @@ def _finish(model: GPT, validation: tuple[Tensor, Tensor], folder: Path) -> None
     )
 
 
-def _generate(folder: Path, *, prompt: str, length: int, temperature: float, seed: int, device: torch.device) -> None:
-    model = GPT.load(folder).to(device)
-    start = prompt.encode()
-    print(readable(start + model.generate(start, length, temperature=temperature, seed=seed)))
-
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -200,7 +192,8 @@ def _command(
 ) -> None:
     where = recipe.choose_device(device)
     if load is not None:
-        _generate(load, prompt=prompt, length=length, temperature=temperature, seed=seed or 0, device=where)
+        start, saved = prompt.encode(), GPT.load(load).to(where)
+        print(readable(start + saved.generate(start, length, temperature=temperature, seed=seed or 0)))
         return
     chosen = PRESETS[preset]
     shape = _given(layers=layers, heads=heads, width=width, block=block, dropout=dropout)

@@ -17,7 +17,6 @@ from torch.utils.data import TensorDataset
 
 import rallypoint as rp
 from rallypoint.recipes import recipe
-from rallypoint.recipes.picture import save_picture
 from rallypoint.recipes.resnet_model import CHANNELS, CLASSES, ResNet, ResNetConfig, load_digits
 
 PROGRAM = "python -m rallypoint.recipes.resnet"
@@ -68,7 +67,6 @@ def train(settings: ResnetSettings, *, device: torch.device, out: Path | None) -
                 micro.backward(model.loss(images, labels))
         if run.lead:
             _finish(model, validation_images, out or run.folder)
-            print(save_picture(run.folder))
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ import torch
 
 from rallypoint.config.resolve import parse
 from rallypoint.config.tree import steps_plainly
-from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Shard, TensorSpec
 from rallypoint.core.modes import Feature
 from rallypoint.core.optimizer import ENTRY
@@ -87,7 +86,9 @@ def export_snapshot(
     if moments and Feature.OWN_OPTIMIZER in job.features:
         said = ["without an optimizer's state: the script's own optimizer goes on with `rallypoint resume`", *said]
     what = f"the average of {_counted(model)}" if average else _counted(model)
-    return "; ".join([f"wrote {what} of {manifest.id} to {to}", *_frozen(job), *said])
+    if job.frozen:
+        said = [f"frozen parameters are not part of a snapshot ({named(sorted(job.frozen), _NAMED)})", *said]
+    return "; ".join([f"wrote {what} of {manifest.id} to {to}", *said])
 
 
 def _form_of(to: Path) -> Format:
@@ -239,10 +240,3 @@ def _counted(model: dict[str, torch.Tensor]) -> str:
     nbytes = sum(tensor.nbytes for tensor in model.values())
     size = f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
     return f"{len(model)} {'tensor' if len(model) == 1 else 'tensors'} ({size})"
-
-
-def _frozen(job: JobRecord) -> list[str]:
-    """The summary's sentence about frozen parameters; "" if there are none."""
-    if not job.frozen:
-        return []
-    return [f"frozen parameters are not part of a snapshot ({named(sorted(job.frozen), _NAMED)})"]

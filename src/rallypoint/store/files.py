@@ -25,7 +25,7 @@ from typing import TypeVar
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
-from rallypoint.errors import ConfigError, RallypointError, SnapshotError, sentence_of
+from rallypoint.errors import ConfigError, Explained, RallypointError, SnapshotError, sentence_of
 
 _PARTIAL = ".partial"
 
@@ -40,11 +40,10 @@ class Files:
     """
 
     def __init__(self, url: str) -> None:
-        try:  # (fsspec takes ``a::b``, which a folder may be called, for a chain)
-            local = LocalFileSystem(), LocalFileSystem._strip_protocol(url)
+        local = LocalFileSystem(), LocalFileSystem._strip_protocol(url)
+        with Explained(ConfigError, f"{url} is no place for snapshots", of=(ValueError, ImportError)):
+            # (fsspec takes ``a::b``, which a folder may be called, for a chain)
             self._fs, root = fsspec.core.url_to_fs(url) if "://" in url else local
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"{url} is no place for snapshots: {error}") from None
         self._root: str = root.rstrip("/")
         self.on_disks = isinstance(self._fs, LocalFileSystem)
         # Of closed files, to use again: the system would clear fresh memory, which costs more than a copy

@@ -1,4 +1,4 @@
-"""The page's web application: a few files, a stream of what changes, orders of who has the operator's token."""
+"""The page's web application: a few files, and a stream of what changes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import hmac
 import secrets
 import socket
 import struct
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, cast
 
 import msgspec
 import uvicorn
@@ -30,8 +28,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rallypoint.core.typed import Name
-from rallypoint.errors import RallypointError, UsageError
+from rallypoint.errors import UsageError
 from rallypoint.observe.usage import most_files
 from rallypoint.watch.follow import Follower
 from rallypoint.watch.state import RunState, Series, differing
@@ -85,90 +82,6 @@ def file(name: str) -> Answer:
         return Response(text, media_type=kind, headers=_HEADERS)
 
     return answer
-
-
-_MOST_BYTES, _MOST_AT_ONCE = 4096, 4
-_WAITING = ("snapshot", "resize")  # orders that may take as long as a machine takes to come
-_Number = Annotated[int, msgspec.Meta(ge=0, le=10_000)]
-
-
-class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One press of a button. `member` is for ``drain``, `reason` for ``stop``, numbers (0: keep it) for ``resize``."""
-
-    order: Literal["snapshot", "pause", "continue", "stop", "drain", "resize"]
-    member: Name = ""
-    reason: Name = ""
-    workers: _Number = 0
-    servers: _Number = 0
-
-
-_wishes = msgspec.json.Decoder(Wish)
-
-
-@dataclass(slots=True)
-class Operator:
-    """Takes orders from who shows `token`, and has `follow` carry them out.
-
-    `follow` may block, is called on threads of its own, and returns a sentence; RallypointError is a refusal.
-
-    The token comes in a header, never in an address, and a page elsewhere cannot set that header; it could not send a
-    right ``Origin`` either. At most four orders are carried out at a time; and of those that wait for the cluster
-    (snapshot, resize) one, beside them, so that a job can always be stopped.
-    """
-
-    token: str
-    follow: Callable[[Wish], str]
-    _quick: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_AT_ONCE))
-    _waiting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-
-    async def answer(self, request: Request) -> Response:
-        """The answer to ``POST /order``: ``{"said": SENTENCE}``."""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if request.headers.get("origin") != f"http://{request.headers.get('host')}":
-            return _answered("orders come from this page only", 403)
-        if not hmac.compare_digest(given.encode(), self.token.encode()):
-            return _answered("that is not the operator's token, which `rallypoint watch --buttons` has printed", 403)
-        try:
-            wish = _wishes.decode(await _body(request))
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-            return _answered(f"that is no order: {error}", 400)
-        room = self._waiting if wish.order in _WAITING else self._quick
-        if room.locked():
-            busy = "a snapshot or resize is" if room is self._waiting else f"{_MOST_AT_ONCE} orders are"
-            return _answered(f"{busy} being carried out: wait for that", 503)
-        async with room:
-            try:
-                return _answered(await _on_thread(lambda: self.follow(wish)))
-            except RallypointError as error:
-                return _answered(str(error), 409)
-
-
-async def _on_thread(call: Callable[[], str]) -> str:
-    """Call it on a thread that nobody waits for at the end: an order may take minutes."""
-    answer: Future[str] = Future()
-    answer.set_running_or_notify_cancel()  # who waits for it may go; the order is carried out
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="order", daemon=True).start()
-    return await asyncio.wrap_future(answer)
-
-
-async def _body(request: Request) -> bytes:
-    data = b""
-    async for piece in request.stream():
-        data += piece
-        if len(data) > _MOST_BYTES:
-            raise ValueError("it is too long")
-    return data
-
-
-def _answered(text: str, status: int = 200) -> Response:
-    return JSONResponse({"said": text}, status)
 
 
 @dataclass(slots=True)
@@ -261,22 +174,18 @@ class Page:
     """The application for one run: ``Page(follower, facts, token).app``.
 
     `facts` do not change: the run's name, its settings. `resolved` returns all settings of the job, as far as they are
-    known by then; it may block. Who shows `token` (see `Lock`) is told of the run; others get the page's files alone,
-    and ``/healthz``. With an `operator` it takes orders from who has that one's token too.
+    known by then; it may block. Who shows `token` (see `locked`) is told of the run; others get the page's files alone,
+    and ``/healthz``.
     """
 
     def __init__(
-        self, follower: Follower, facts: dict[str, Any], token: str, operator: Operator | None = None,
-        resolved: Callable[[], dict[str, str]] = dict,
-    ) -> None:  # fmt: skip
-        self._resolved = resolved
-        self._follower, self._facts = follower, {**facts, "buttons": operator is not None}
+        self, follower: Follower, facts: dict[str, Any], token: str, resolved: Callable[[], dict[str, str]] = dict
+    ) -> None:
+        self._follower, self._facts, self._resolved = follower, facts, resolved
         self._streams, self.closing = 0, False
         lock = partial(locked, token)
         routes = [Route("/healthz", healthy), Route("/run", lock(self._whole)), Route("/news", lock(self._stream))]
         routes.append(Route("/settings", lock(self._settings)))
-        if operator is not None:
-            routes.append(Route("/order", lock(operator.answer), methods=["POST"]))
         routes += [Route(f"/{path}", file(name)) for path, name in _FILES.items()]
         self.app = Starlette(routes=routes, middleware=middleware())
 
@@ -473,7 +382,7 @@ class _State(Enum):
 
 _HOST = "127.0.0.1"
 _AT_ONCE, _QUEUE = 32, 1024  # connections that are taken before there is a look at how many there are; that wait
-GRACE_S = 2  # for what is being answered at the end: an order may take minutes
+GRACE_S = 2  # for what is being answered at the end
 
 
 class PageServer(uvicorn.Server):
@@ -504,13 +413,12 @@ class PageServer(uvicorn.Server):
 
 @contextmanager
 def served(
-    folder: Path, facts: dict[str, Any], port: int = 0, operator: Operator | None = None,
-    resolved: Callable[[], dict[str, str]] = dict,
+    folder: Path, facts: dict[str, Any], port: int = 0, resolved: Callable[[], dict[str, str]] = dict
 ) -> Iterator[tuple[str, PageServer]]:
     """In the body the page of the run in `folder` can be opened: yields its address with its token, and the server to
     run. Raises UsageError if there is no log, or the port is taken."""
     follower, token = Follower(folder), secrets.token_urlsafe(16)
-    with _serving(Page(follower, facts, token, operator, resolved), [follower], token, port) as bound:
+    with _serving(Page(follower, facts, token, resolved), [follower], token, port) as bound:
         yield bound
 
 

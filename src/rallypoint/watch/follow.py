@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rallypoint.core.protocol import Message
-from rallypoint.errors import DataError, UsageError
+from rallypoint.errors import DataError, UsageError, to_resume
 from rallypoint.own_files import was_left
 from rallypoint.watch.state import RunState
 
@@ -103,31 +102,22 @@ class Log:
         return [event for line in lines if (event := event_of(line)) is not None]
 
 
-def rows_of(folder: Path) -> Iterator[RunState]:
-    """Yield the state of a run whenever it has a new `row`; and at its end, where that has a reason.
-
-    Raises DataError without a log.
-    """
-    log, run = Log(folder), RunState()
-    if not (folder / EVENTS).is_file():
-        raise DataError(f"the log {folder / EVENTS} cannot be read: there is none")
-    while (events := log.piece()) is not None:
-        for event in events:
-            if run.take(*event) and (run.row is not None or run.ended):
-                yield run
-
-
 def recorded_losses(folder: Path) -> dict[int, float]:
     """Return the mean loss by step, the newest where a step was made again. A loss that ended the run is in it too.
 
     Raises DataError without a log.
     """
-    found: dict[int, float] = {}
-    for run in rows_of(folder):
-        if run.row is not None and "loss" in run.row[1]:
-            found[run.row[0]] = run.row[1]["loss"]
-        elif failed := _FAILED.search(run.why):
-            found[int(failed[1])] = float(failed[2])
+    found, log, run = dict[int, float](), Log(folder), RunState()
+    if not (folder / EVENTS).is_file():
+        raise DataError(f"the log {folder / EVENTS} cannot be read: there is none")
+    while (events := log.piece()) is not None:
+        for event in events:
+            if not run.take(*event):
+                continue
+            if run.row is not None and "loss" in run.row[1]:
+                found[run.row[0]] = run.row[1]["loss"]
+            elif failed := _FAILED.search(run.why):
+                found[int(failed[1])] = float(failed[2])
     return dict(sorted(found.items()))
 
 
@@ -164,7 +154,7 @@ class Follower:
                     self.run.take(*event)
         if self.run.plan is not None and not self.run.ended and was_left(self._folder):
             with self.lock:
-                way = f": rallypoint resume {shlex.quote(str(self._folder))}" if self.run.stored else ""
+                way = f": {to_resume(self._folder)}" if self.run.stored else ""
                 self.run.left(f"nothing of it runs any more{way}")
 
     def _follow(self) -> None:

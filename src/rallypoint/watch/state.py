@@ -379,8 +379,10 @@ class Series:
             self.odd += 1
             return
         self.revision += 1
-        if step <= self._last:
-            self._go_back(step)
+        if step <= self._last:  # forget what came from it on; the point that begins before it keeps what it has
+            while self.points and self.points[-1].step >= step:
+                self.points.pop()
+            self.whole = self.revision
         self._last = step
         start = step - step % self.width
         new = Point(start, 1, value, value, value)
@@ -408,12 +410,6 @@ class Series:
     def end(self) -> int:
         """The step of the last point, which may still change; 0 if there is none."""
         return self.points[-1].step if self.points else 0
-
-    def _go_back(self, step: int) -> None:
-        """Forget what came from `step` on; the point that begins before it keeps what it has."""
-        while self.points and self.points[-1].step >= step:
-            self.points.pop()
-        self.whole = self.revision
 
     def _halve(self) -> None:
         self.width *= 2
@@ -525,7 +521,10 @@ class RunState:
             case Members():
                 self._members(message)
             case Applied(late=late):
-                self._late(late)
+                for worker, seconds in late.items():
+                    if worker in self.members.here:  # else its word came after it was gone
+                        known = self.late.get(worker, seconds)
+                        self.late[worker] = _LATE_OVER * known + (1 - _LATE_OVER) * seconds
             case ScriptAt(sums=sums):
                 self.script = message if sums > self.script.sums else self.script
             case Sampled(member=member):
@@ -629,11 +628,6 @@ class RunState:
         for member in went:
             self.late.pop(member, None)
         self.machines.forget(went)
-
-    def _late(self, late: Mapping[str, float]) -> None:
-        for worker, seconds in late.items():
-            if worker in self.members.here:  # else its word came after it was gone
-                self.late[worker] = _LATE_OVER * self.late.get(worker, seconds) + (1 - _LATE_OVER) * seconds
 
     def _audited(self, found: AuditFound) -> None:
         """Mark what an audit of a contribution has found: once, though several servers say it."""

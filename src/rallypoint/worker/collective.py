@@ -25,7 +25,7 @@ from rallypoint.core.optimizer import Sum as SumOfAll
 from rallypoint.core.protocol import ScriptAt
 from rallypoint.core.sums import EndedScripts
 from rallypoint.core.worker.rolling import RollingMachine
-from rallypoint.core.worker.slots import Effect, Filled
+from rallypoint.core.worker.slots import Filled
 from rallypoint.errors import ConfigError, JobAborted, UsageError
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.session import Job
@@ -304,7 +304,7 @@ class SumWorker:
             if start < stop:
                 words = self._exchange.memory.words(shard)[start - piece.start : stop - piece.start]
                 asked.into[start - asked.keeps.start : stop - asked.keeps.start].copy_(words)
-        self._locked.apply(lambda: self._taken(shard))
+        self._locked.apply(lambda: self._machine.taken(shard))
         if asked is not None:
             self._queues.by_shard[shard].popleft()
             asked.left -= 1
@@ -319,9 +319,6 @@ class SumWorker:
         if self._say is not None and now - self._said_at >= SAID_EVERY_S:
             self._said_at = now
             self._say(self.made, self.nbytes)
-
-    def _taken(self, shard: int) -> list[Effect]:
-        return self._machine.taken(shard)
 
 
 class PendingSum:

@@ -40,7 +40,8 @@ class Replay:
                 "is started again has not seen: use a schedule by steps"
             )
         self._schedule = schedule
-        self._groups = [_settings(group) for group in schedule.optimizer.param_groups]
+        groups = schedule.optimizer.param_groups
+        self._groups = [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
     def to(self, steps: int) -> None:
         """Step the schedule so many times, from its start."""
@@ -52,10 +53,6 @@ class Replay:
             warnings.simplefilter("ignore", UserWarning)  # the optimizer has not stepped in this process
             for _ in range(steps):
                 self._schedule.step()
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 # ---- The run of a script whose loop is its own: it is driven by `step`, and its gradients are in ``.grad`` ----

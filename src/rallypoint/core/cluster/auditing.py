@@ -79,7 +79,9 @@ class Auditing:
             return []
         third = known.third if known is not None and known.third not in heard else ""
         disputes[found.step, found.replica] = Dispute(found.step, found.replica, heard, third)
-        self.course.views.order(disputes=_earliest(disputes.values()))
+        # Workers send nothing to a step before the one before it is decided
+        steps = sorted({step for step, _ in disputes})[:_STEPS]
+        self.course.views.order(disputes=tuple(d for d in disputes.values() if d.step in steps))
         said: list[Effect] = [Announce(f"audit: {_named(found.others, view)} have computed different bytes for {name}")]
         said = said if self._is_new("dispute", found.step, found.replica, heard) else []
         return [*said, *self.advance()]  # now: a view without a third worker would say that nobody can decide
@@ -169,13 +171,6 @@ class Auditing:
         if len(self._told) > _REMEMBERED:
             del self._told[next(iter(self._told))]
         return True
-
-
-def _earliest(disputes: Iterable[Dispute]) -> tuple[Dispute, ...]:
-    """The disputes of the first few steps. Workers send nothing to a step before the one before it is decided."""
-    disputes = tuple(disputes)
-    steps = sorted({dispute.step for dispute in disputes})[:_STEPS]
-    return tuple(dispute for dispute in disputes if dispute.step in steps)
 
 
 def _named(workers: Collection[str], view: View) -> str:

@@ -258,7 +258,11 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
 
 def refusal(mode: ModeName, features: Set[Feature]) -> str:
     """The sentence why a job cannot use these `features` in this mode; "" if it can."""
-    return next(_refusals(mode, frozenset(features)), "")
+    if (found := next(_unsupported(mode, frozenset(features)), None)) is None:
+        return ""
+    pair, why = found
+    where = f"under rp.{mode.value}" if len(pair) == 1 else f"together with {pair[1].value}"
+    return f"{pair[0].value} is not supported {where}: {why}"
 
 
 # Settings that are fields of one mode's class only.
@@ -291,12 +295,6 @@ def why_not(mode: ModeName, feature: Feature, features: Set[Feature] = frozenset
     """The reason, without the sentence, why `feature` does not work in this mode with `features`; "" if it does."""
     together = frozenset({*features, feature})
     return next((why for pair, why in _unsupported(mode, together) if feature in pair), "")
-
-
-def _refusals(mode: ModeName, features: frozenset[Feature]) -> Iterator[str]:
-    for pair, why in _unsupported(mode, features):
-        where = f"under rp.{mode.value}" if len(pair) == 1 else f"together with {pair[1].value}"
-        yield f"{pair[0].value} is not supported {where}: {why}"
 
 
 def _unsupported(mode: ModeName, features: frozenset[Feature]) -> Iterator[tuple[tuple[Feature, ...], str]]:

@@ -128,14 +128,9 @@ def candidates_for(
         sent = msgspec.structs.replace(workload, up=encoding.up, down=encoding.down)
         if encoding.cast:  # which synchronise at every step
             found += _peers(msgspec.structs.replace(sent, steps=1), machines, encoding, replicas)
-        found += [_ours(sent, machines, encoding, site, words) for site, words in _sites(sent, machines, replicas)]
+        for site, words in _unpaced(machines, replicas):
+            found.append(_ours(sent, machines, encoding, as_paced(site, sent, machines), words))
     return found
-
-
-def _sites(workload: Workload, machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:
-    """The sites to look at, with their words in the table."""
-    for site, words in _unpaced(machines, replicas):
-        yield as_paced(site, workload, machines), words
 
 
 def as_paced(site: Site, workload: Workload, machines: Machines) -> Site:

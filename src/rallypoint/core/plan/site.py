@@ -158,12 +158,8 @@ class Wiring:
     def senders(self, i: int) -> int:
         """How many members of group i send to servers: its workers, or their aggregators."""
         workers = self._site.workers[i]
-        return -(-workers.count // self._near) if self._site.aggregators else workers.count
-
-    @property
-    def _near(self) -> int:
-        """Workers of one aggregator."""
-        return self._site.rack or self._site.workers[0].per_host
+        near = self._site.rack or self._site.workers[0].per_host  # workers of one aggregator
+        return -(-workers.count // near) if self._site.aggregators else workers.count
 
     def _in_rack(self, i: int) -> float:
         """How many members of group i that send to servers a rack has: every rack has its part of each group."""

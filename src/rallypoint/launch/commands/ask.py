@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from rallypoint.core.protocol import (
     SnapshotWanted,
 )
 from rallypoint.core.typed import counted
-from rallypoint.errors import ConfigError, DataError, JobAborted, LinkError, RallypointError, UsageError
+from rallypoint.errors import ConfigError, DataError, JobAborted, LinkError, RallypointError, UsageError, to_resume
 from rallypoint.launch.access import transport_of
 from rallypoint.launch.folder import read_where
 from rallypoint.launch.plan import read_plan
@@ -118,10 +117,14 @@ def _answered(
     seconds. The job's own messages keep coming though the answer does not, when the coordinator was killed before it
     could send it: the next one is asked again."""
     deadline, said = time.monotonic() + seconds, False
-    with _asking(run, type(wanted).__name__) as (link, answers):
+    with _asking(run, type(wanted).__name__) as (link, answers), contextlib.suppress(queue.Empty):
         link.send(wanted)
-        while True:
-            answer = _next(answers, otherwise, seconds, max(0.0, deadline - time.monotonic()))
+        while (left := deadline - time.monotonic()) > 0.0:
+            answer = answers.get(timeout=left)
+            if isinstance(answer, RallypointError):
+                raise answer
+            if isinstance(answer, Finished | Aborted):
+                raise JobAborted("the job is over")
             if not isinstance(answer, bool):
                 if text := told(answer):
                     return text
@@ -132,6 +135,7 @@ def _answered(
             elif not said:
                 say(_AWAY)
                 said = True
+    raise LinkError(f"{otherwise} within {seconds:.0f} s; the run's own console says why")
 
 
 def _missing(now: Members, workers: int, servers: int, replicas: int) -> str:
@@ -156,7 +160,7 @@ def _missing(now: Members, workers: int, servers: int, replicas: int) -> str:
 def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
     where = read_where(run)
     if was_left(run):
-        raise DataError(f"nothing of the run in {run} runs any more: `rallypoint resume {shlex.quote(str(run))}`")
+        raise DataError(f"nothing of the run in {run} runs any more: `{to_resume(run)}`")
     answers: Answers = queue.SimpleQueue()
     me = Identity("observer", id, role_token(where.token, "observer"))
     link = CoordinatorLink(
@@ -168,21 +172,3 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
         yield link, answers
     finally:
         link.close()
-
-
-def _next(answers: Answers, otherwise: str, patience: float, left: float) -> Message | bool:
-    """Return the coordinator's next message. Raises JobAborted when the job is over, LinkError when nothing comes.
-
-    It waits for what is `left` of `patience` seconds.
-    """
-    try:
-        if left == 0.0:
-            raise queue.Empty
-        answer = answers.get(timeout=left)
-    except queue.Empty:
-        raise LinkError(f"{otherwise} within {patience:.0f} s; the run's own console says why") from None
-    if isinstance(answer, RallypointError):
-        raise answer
-    if isinstance(answer, Finished | Aborted):
-        raise JobAborted("the job is over")
-    return answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -134,10 +135,14 @@ def run_coordinator(
         for change in changes:
             service.say(f"going on from {resume} with another setting: {change}")
         stack.callback(service.close)  # also after Ctrl-C: its threads would keep the process
-        _announce(service.address)
+        say(f"{environment.LISTENS_AT}{service.address}")
         where = Where(service.address, token)
         if not access.token and token:
-            say(stack.enter_context(token_file(Path(about.folder or "."), where)))
+            file = stack.enter_context(token_file(Path(about.folder or "."), token))
+            say(
+                f"members need its token, which only you can read:  export RALLYPOINT_COORDINATOR={service.address} "
+                f'RALLYPOINT_TOKEN="$(cat {shlex.quote(str(file))})"'
+            )
         if how := service.ended_before:
             say(
                 f"nothing is trained: the job in {about.folder} has {printable_lines(how)}. Members that come are told "
@@ -334,16 +339,6 @@ def address_of(given: str) -> str:
     if address := given or os.environ.get(environment.COORDINATOR, ""):
         return str(Whereabouts(address))
     raise UsageError("which job? give --coordinator host:port or set RALLYPOINT_COORDINATOR")
-
-
-def _announce(address: str) -> None:
-    """Tell whoever started us where we listen: through the pipe it gave, else as a line."""
-    fd = os.environ.pop(environment.ANNOUNCE, "")
-    if fd.isdigit():
-        with open(int(fd), "w") as pipe:
-            pipe.write(f"{address}\n")
-    else:
-        say(f"{environment.LISTENS_AT}{address}")
 
 
 @contextlib.contextmanager

@@ -262,7 +262,9 @@ class Chaos:
     def _strike(self, fault: str, run: ClusterRun) -> str:
         match fault.split():
             case "resize", size:
-                return self._resize(int(size), run)
+                before = run.workers_wanted - run.plan.standby
+                run.resize(int(size))
+                return f"from {before}"
             case how, role:
                 return self._hit(role, run, kills=how == "kill")
             case _:
@@ -291,11 +293,6 @@ class Chaos:
                 self._stopped.remove((when, handle))
                 run.console.console.print(f"[bold red]chaos[/bold red]: {handle.command.name} may go on")
 
-    def _resize(self, size: int, run: ClusterRun) -> str:
-        before = run.workers_wanted - run.plan.standby
-        run.resize(size)
-        return f"from {before}"
-
 
 def chaos(
     plan: Launch, faults: Sequence[str], seed: int, console: Console, *, json: Path | None = None,
@@ -308,7 +305,7 @@ def chaos(
     folder = Path(plan.folder)
     with not_begun(folder) if made or not folder.exists() else contextlib.nullcontext():
         undisturbed = _undisturbed(plan, console, overwrite=overwrite)
-    job = _job_of(undisturbed)
+    job, hash = _last_of(undisturbed)
     config = parse(job.config)
     why = job.refusal_of({Feature.REPLICATION})
     copies = copies_of(plan.replication, plan.servers)
@@ -323,7 +320,7 @@ def chaos(
     samples = config.steps * config.replicas * config.batch
     ledger = ledger_of(Path(plan.folder), config.rounds, samples)
     report = ChaosReport(
-        events=measure(driver.events, ledger), undone=driver.left, hashes=(_hash(undisturbed), _hash(plan)),
+        events=measure(driver.events, ledger), undone=driver.left, hashes=(hash, _last_of(plan)[1]),
         ledger=ledger, comparable=config.mode.bytes is Bytes.ALWAYS,
     )
     show(report, console)
@@ -362,16 +359,9 @@ def _under(plan: Launch, driver: Chaos, console: Console, *, overwrite: bool) ->
             plan = msgspec.structs.replace(plan, resume=manifest.id)
 
 
-def _job_of(plan: Launch) -> JobRecord:
-    """Return the job of the plan's last snapshot."""
-    manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: None)
-    assert manifest is not None
-    return manifest.job
-
-
-def _hash(plan: Launch) -> str:
-    """Return the hash of the model in the last snapshot, without what is frozen."""
+def _last_of(plan: Launch) -> tuple[JobRecord, str]:
+    """Return the job of the plan's last snapshot, and the hash of the model in it, without what is frozen."""
     store = SnapshotStore(plan.snapshots)
     manifest = store.latest_usable(lambda text: None)
     assert manifest is not None
-    return state_hash(model_state(store, manifest))
+    return manifest.job, state_hash(model_state(store, manifest))

@@ -380,8 +380,10 @@ class Probe:
         while True:
             header = channel.receive_header()
             if header.kind is Kind.STATE:
+                if header.length > len(_PIECE):
+                    raise ProtocolError(f"a piece of {header.length} bytes: at most {len(_PIECE)} are asked for")
                 first = first or time.monotonic()
-                nbytes += _drop(channel, header)
+                nbytes += len(channel.receive_bytes(header))
                 last = time.monotonic()
                 continue
             match _word_of(channel, header):
@@ -487,13 +489,6 @@ def _word_of(channel: Channel, header: Header) -> object:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"a question that cannot be read: {printable(str(error), 80)}") from None
-
-
-def _drop(channel: Channel, header: Header) -> int:
-    """Receive a piece of bulk, and forget it. Returns its bytes."""
-    if header.length > len(_PIECE):
-        raise ProtocolError(f"a piece of {header.length} bytes: at most {len(_PIECE)} are asked for")
-    return len(channel.receive_bytes(header))
 
 
 _MARKS = {Level.FINE: "[green]fine[/green]", Level.WARNING: "[yellow]look[/yellow]", Level.BAD: "[red]bad[/red]"}

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import UsageError, to_resume
 from rallypoint.launch import environment
 from rallypoint.launch.folder import clear, locked, not_begun, refuse_an_old_run, refuse_used_snapshots
 from rallypoint.launch.plan import Launch, write_plan
@@ -74,7 +73,7 @@ def import_checkpoint(
         answer = _imported(plan, checkpoint.resolve(), step, strict=strict)
         write_plan(plan)
     warnings = [f"warning: {sentence}" for sentence in (*said, *answer.warnings) if sentence]
-    return "\n".join([*warnings, f"{answer.said}; go on with `rallypoint resume {shlex.quote(plan.folder)}`"])
+    return "\n".join([*warnings, f"{answer.said}; go on with `{to_resume(plan.folder)}`"])
 
 
 def check_checkpoint(checkpoint: Path) -> None:

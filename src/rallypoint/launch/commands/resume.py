@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,25 +80,15 @@ def start_of(resume: str, about: JoinInfo, command: str) -> tuple[Resumed | None
     return Resumed(record, snapshot, manifest.version, stop, decided, epoch), changes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What is to be other than before; nothing: as it was.
-
-    Attributes:
-        cluster: options by name, as `RunOptions` has them: ``{"workers": "2:8"}``.
-        settings: nested settings over those of the run.
-        original: the code that the run has kept, not the script as it is now.
-        script: the script that this command names itself; "": run.json alone does.
-    """
-
-    cluster: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any]
-    original: bool = False
-    script: str = ""
-
-
-def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
+def going_on(
+    run: Path, say: Callable[[str], None], settings: Mapping[str, Any], *, cluster: Mapping[str, Any] | None = None,
+    original: bool = False, script: str = "",
+) -> Launch:  # fmt: skip
     """Return the plan with which the run in this folder goes on from its newest usable snapshot.
+
+    Nested `settings` come over those of the run, and options of its `cluster` by name, as `RunOptions` has them.
+    `original`: with the code that the run has kept, not the script as it is now. `script`: the one that this command
+    names itself; "": run.json alone does.
 
     `say` gets a sentence about the snapshot and what runs, one for each setting that changes, and one for each snapshot
     that cannot be used. Raises UsageError when the run cannot go on, or another user could have written what it runs;
@@ -107,20 +96,20 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
     """
     refuse_others_words(run)
     plan = msgspec.structs.replace(read_plan(run), folder=str(run))
-    kept = wishes.original and (run / CODE).is_dir()
+    kept = original and (run / CODE).is_dir()
     whose = ""
-    if not kept and wishes.script != plan.script:
+    if not kept and script != plan.script:
         whose = refuse_others_script(plan, "resuming", "give --original, which runs the copy that the run has kept")
-    check_settings(wishes.settings)
+    check_settings(settings)
     refuse_a_running_run(run)
-    if "steps" not in wishes.settings:
+    if "steps" not in settings:
         refuse_a_finished_run(run)
     if not plan.snapshots:
         raise UsageError(f"{run} was started with --snapshots none: there is nothing to go on from")
     manifest = SnapshotStore(plan.snapshots).latest_usable(say)
     if manifest is None:
         raise UsageError(f"{run} has no usable snapshot in {plan.snapshots}: start it anew")
-    overrides = merged(plan.overrides, wishes.settings)
+    overrides = merged(plan.overrides, settings)
     record, changes = changed_record(manifest.job, overrides, manifest.version)
     step = min(manifest.version * record.steps_per_round, int(record.config["steps"]))
     said = [f"from step {step} on, {change}" for change in changes]
@@ -128,7 +117,7 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
     say(f"it runs {program_of(plan)}{', as the run has kept it' if kept and plan.script else ''}")
     for sentence in filter(None, (whose, *said)):
         say(sentence)
-    changed = dict(wishes.cluster)
+    changed = dict(cluster or {})
     if "workers" in changed:
         changed["workers"], changed["workers_start"] = parse_workers(changed["workers"])
         if record.config["reading"]["order"] == "own" and changed["workers"][1] != (fixed := record.config["replicas"]):
@@ -152,12 +141,10 @@ def going_on_or_anew(plan: Launch, say: Callable[[str], None]) -> tuple[Launch, 
     if not has_snapshot(plan.snapshots):
         say(f"{folder} holds a run that has no snapshot yet: it begins anew")
         return plan, True
-    own = read_plan(folder)
-    if [own.workers, own.workers_start, own.servers, own.worker] != (
-        [plan.workers, plan.workers_start, plan.servers, plan.worker]
-    ):
+    own = msgspec.structs.asdict(read_plan(folder))
+    if any(own[name] != getattr(plan, name) for name in ("workers", "workers_start", "servers", "worker")):
         say(
             f"{folder} has a run with its own numbers of workers and servers and arguments of the script: these count; "
             "`rallypoint resume` changes the numbers"
         )
-    return going_on(folder, Wishes(settings=plan.overrides, script=plan.script), say), False
+    return going_on(folder, say, plan.overrides, script=plan.script), False

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from signal import Signals
 from typing import ClassVar, Protocol, Self
 
@@ -97,7 +98,7 @@ class Cluster(Protocol):
 
     Those that inherit it are not asked to run it again; one whose machines are lent for a time says otherwise.
 
-    A new engine: its name in `ENGINES`, a case in `kind_of` and in `cluster_of`, and what a plan needs of it in
+    A new engine: its name in `ENGINES`, a case in `cluster_of`, and what a plan needs of it in
     `RunOptions._machines` (launch/options.py). On other machines it replaces `plan.HERE` in each argument by the
     address of the machine, and hands tokens over by stdin or a file, not in arguments (`ps` shows those).
 
@@ -150,7 +151,9 @@ class Cluster(Protocol):
         """Kill every process that still runs, and wait until all have ended. May be called twice."""
 
 
-ENGINES = ("local", "ray", "slurm", "ssh")
+ENGINES = {  # the class of each one's clusters, below this package
+    "local": "local:LocalCluster", "ray": "ray:RayCluster", "slurm": "slurm:SlurmCluster", "ssh": "remote:SshCluster",
+}  # fmt: skip
 
 
 def check_engine(name: str) -> None:
@@ -163,22 +166,8 @@ def check_engine(name: str) -> None:
 def kind_of(engine: str) -> type[Cluster]:
     """Return the class of this engine's clusters. Raises UsageError if there is no such engine."""
     check_engine(engine)
-    match engine:
-        case "ray":
-            from rallypoint.launch.engines.ray import RayCluster
-
-            return RayCluster
-        case "ssh":
-            from rallypoint.launch.engines.remote import SshCluster
-
-            return SshCluster
-        case "slurm":
-            from rallypoint.launch.engines.slurm import SlurmCluster
-
-            return SlurmCluster
-    from rallypoint.launch.engines.local import LocalCluster
-
-    return LocalCluster
+    kind: type[Cluster] = resolve_name(f"{__package__}.{ENGINES[engine]}")
+    return kind
 
 
 def cluster_of(plan: Launch, say: Callable[[str], None]) -> Cluster:

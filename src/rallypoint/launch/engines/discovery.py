@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from typing import NoReturn, Protocol
 
 import msgspec
 
-from rallypoint.errors import LinkError, UsageError
+from rallypoint.errors import Explained, LinkError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.plan import is_loopback
@@ -194,11 +193,8 @@ def look(place: Place, patience: float = PATIENCE_S) -> FoundJob:
 
 def check_own(path: Path) -> None:
     """Raise UsageError unless a file is this user's, and nobody else's to read."""
-    try:
-        with opened(path.parent) as folder, folder.open(path.name) as file:
-            why = not_private(os.fstat(file.fileno()))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    with Explained(UsageError, f"{path} cannot be read"), opened(path.parent) as folder, folder.open(path.name) as file:
+        why = not_private(os.fstat(file.fileno()))
     if why:
         raise UsageError(f"{path} {why}: it is not used")
 
@@ -234,7 +230,7 @@ class FolderBoard:
 
 
 class StoreBoard:
-    """A key of the TCPStore that torchrun has. torch is imported only to read, and by `write_key`."""
+    """A key of the TCPStore that torchrun has. torch is imported only when it is needed."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -255,26 +251,20 @@ class StoreBoard:
 
     @contextlib.contextmanager
     def published(self, text: bytes) -> Iterator[None]:
-        """See `MeetingBoard`. A process of its own writes, so that this one needs no torch."""
-        serve = [] if self._place.agent_store else ["serve"]
-        module = "rallypoint.launch.engines.discovery"
-        writer = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, self._host.strip("[]"), str(self._port), self._key, *serve],
-            stdin=subprocess.PIPE, start_new_session=True,
+        """See `MeetingBoard`. This process opens the store where torchrun has not."""
+        from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # torch names it so itself
+
+        store = TCPStore(
+            self._host.strip("[]"), self._port, is_master=not self._place.agent_store, timeout=_STORE,
+            wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
-        assert writer.stdin is not None
+        store.set(self._key, text.decode())
         try:
-            writer.stdin.write(text + b"\n")
-            writer.stdin.flush()
             yield
         finally:
-            with contextlib.suppress(OSError):
-                writer.stdin.close()  # it takes the key back, and ends
-            try:
-                writer.wait(_CONNECT_S)
-            except subprocess.TimeoutExpired:  # the store is gone
-                writer.kill()
-                writer.wait()
+            with contextlib.suppress(DistError, RuntimeError):  # the store went first
+                store.set_timeout(timedelta(seconds=_CONNECT_S))
+                store.delete_key(self._key)
 
 
 def folder_of(place: Place) -> Path:
@@ -299,11 +289,8 @@ def private_folder(place: Place) -> Iterator[Path]:
             yield Path(made)
         return
     folder, ours = folder_of(place), not os.environ.get(environment.FOLDER)
-    try:
-        with _entered(folder, make=True):
-            pass
-    except FileNotFoundError as error:
-        raise UsageError(f"{folder} cannot be made: {error.strerror}") from None
+    with Explained(UsageError, f"{folder} cannot be made"), _entered(folder, make=True):
+        pass
     try:
         yield folder
     finally:
@@ -341,23 +328,6 @@ def listens(address: str) -> bool:
     except LinkError:
         return False
     return True
-
-
-def write_key() -> None:
-    """Publish the first line of standard input as a key of torch's TCPStore; when the input ends, delete the key.
-
-    The arguments are HOST PORT KEY [serve]. ``serve``: this process opens the store, where torchrun has not.
-    """
-    host, port, key, *serve = sys.argv[1:]
-    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # torch names it so itself
-
-    store = TCPStore(
-        host, int(port), is_master=bool(serve), timeout=timedelta(seconds=60), wait_for_workers=False, multi_tenant=True
-    )  # fmt: skip
-    store.set(key, sys.stdin.readline().strip())
-    sys.stdin.read()
-    with contextlib.suppress(DistError, RuntimeError):  # the store went first
-        store.delete_key(key)
 
 
 SUPERVISION = "rallypoint.launch.engines.supervision"
@@ -413,7 +383,3 @@ def check_token(place: Place) -> None:
             "RALLYPOINT_TOKEN_FILE (`rallypoint token > FILE` makes one); torchrun's store is open to everybody"
         )
     folder_of(place)
-
-
-if __name__ == "__main__":
-    write_key()

@@ -126,7 +126,7 @@ class FarEnd:
                 self._send(_prepared(message))
             case Unpack(archive=archive):
                 assert self._begin is not None
-                self._send(Unpacked(_unpacked(archive, Path(self._begin.folder))))
+                self._send(Unpacked(unpacked(archive, Path(self._begin.folder))))
             case RunProcess():
                 self._run(message)
             case Signal(process=process, number=number):
@@ -201,7 +201,7 @@ def _prepared(begin: BeginHost) -> Ready:
     return Ready(sees, address_here())
 
 
-def _unpacked(archive: bytes, folder: Path) -> str:
+def unpacked(archive: bytes, folder: Path) -> str:
     """Unpack an archive. Returns what is wrong, or ""."""
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rallypoint.errors import UsageError, to_install
+from rallypoint.errors import Explained, UsageError, to_install
 from rallypoint.launch.commands.by_hand import FAILED
 from rallypoint.launch.options import RunOptions, check_script, options_of
 from rallypoint.launch.plan import LAUNCHER, ON_LOOPBACK, option, parse_workers
@@ -164,10 +164,8 @@ class RenderOptions(RunOptions, frozen=True, kw_only=True):
     def text(self, script: Path) -> str:
         """Return the script's text. UsageError if there is none, or it is no text."""
         check_script(script)
-        try:
+        with Explained(UsageError, f"{script} cannot be sent", of=(OSError, UnicodeDecodeError)):
             return script.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{script} cannot be sent: {error}") from None
 
     def passed_on(self) -> list[str]:
         """Return what the coordinator gets besides: all that was not left as it is, and the settings."""
@@ -323,11 +321,9 @@ def certificates(name: str, folder: Path) -> dict[str, Any]:
     secret = _secret(name, {})
     for role in _ROLES:
         for file in (CA, CERTIFICATE, KEY):
-            try:
-                secret["stringData"][file if file == CA else f"{role}-{file}"] = (folder / role / file).read_text()
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"{folder / role / file} cannot be read ({error}): `rallypoint token --tls "
-                                 f"{folder}` makes the certificates") from None
+            path, todo = folder / role / file, f": `rallypoint token --tls {folder}` makes the certificates"
+            with Explained(UsageError, f"{path} cannot be read", todo, of=(OSError, UnicodeDecodeError)):
+                secret["stringData"][file if file == CA else f"{role}-{file}"] = path.read_text()
     return secret
 
 

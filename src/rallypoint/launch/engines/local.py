@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import Explained, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.engines.cluster import VISIBLE, Cluster, Command, Exit, least_used
 from rallypoint.launch.engines.guard import Guard
@@ -46,14 +46,12 @@ class LocalProcess:
         self.command, self.gpu, self._guard = command, gpu, guard
         self._memory, self._killed_by_us, self._reason = memory, False, ""
         self._output, own = passed_on(command.name, output), {} if gpu is None else {VISIBLE: gpu}
-        try:
+        with Explained(UsageError, f"{command.name} cannot be started: {command.argv[0]}"):
             self.process = subprocess.Popen(
                 command.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 env={**os.environ, **own, **command.env, environment.LIFELINE: str(lifeline)},
                 pass_fds=(lifeline,), start_new_session=True,
             )  # fmt: skip
-        except OSError as error:
-            raise UsageError(f"{command.name} cannot be started: {command.argv[0]}: {error.strerror}") from None
         self._ended_at: float | None = None  # when it was found to have ended
         self._passing = self._given_up = False  # lines are being passed on; its last ones are not waited for any more
         self._late = 0  # chunks of output that were read after its end

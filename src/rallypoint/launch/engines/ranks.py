@@ -35,8 +35,9 @@ class Ranks:
     def __init__(self, count: int, argv: Sequence[str], gpus: str | None = None) -> None:
         """Start `argv` so many times. `gpus` are those that all of them see; None: as this process."""
         self._keep, give = os.pipe()
-        port, store = _free_port(), os.memfd_create("ranks")  # in memory: it goes with the processes
-        board = os.memfd_create("board")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        store, board = os.memfd_create("ranks"), os.memfd_create("board")  # in memory: they go with the processes
         self._lifeline, self._processes = give, []
         for rank in range(count):
             env = {
@@ -108,13 +109,6 @@ class Ranks:
 def grouped(argv: tuple[str, ...], ranks: int) -> tuple[str, ...]:
     """Return the command of a worker of so many ranks, each of which runs `argv`."""
     return argv if ranks == 1 else (sys.executable, "-P", "-m", GROUP, str(ranks), *argv)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def main(arguments: Sequence[str]) -> int:

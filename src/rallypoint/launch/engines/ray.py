@@ -20,27 +20,26 @@ all end with the driver, as when `ray job stop` ends it.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
-import zipfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rallypoint.errors import RallypointError, UsageError, to_install
+from rallypoint.errors import Explained, RallypointError, UsageError, to_install
 from rallypoint.launch import runner
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit
+from rallypoint.launch.engines.far_end import unpacked
 from rallypoint.launch.engines.local import LocalCluster, LocalProcess, passed_on
+from rallypoint.launch.engines.remote import archived
 from rallypoint.launch.kept_code import CODE
 from rallypoint.launch.plan import HERE
 from rallypoint.net.tcp import split_address
@@ -107,7 +106,7 @@ class NodeProcess:
     def start(self, command: Command, driver: Driver, code: bytes = b"") -> Begun:
         """Start the process, unless that was done before.
 
-        `code`: the run's code as a zip file. A command that cannot be started ends at once with a line that says why.
+        `code`: the run's code as a tar archive. A command that cannot be started ends at once, with a line about it.
         """
         if not self._node:
             import ray
@@ -149,12 +148,16 @@ class NodeProcess:
                 "give --snapshots a URL (s3://...), or a folder that all nodes share, or none"
             )
             return
+        elsewhere = bool(code) and driver.node != self._node
         try:
-            unpacked = "" if driver.node == self._node or not code else unpack(code)
-            self._cluster = LocalCluster(unpacked)
+            folder = tempfile.mkdtemp(prefix="rallypoint-") if elsewhere else ""
+            self._cluster = LocalCluster(folder)  # which deletes it
+            if elsewhere and (why := unpacked(code, Path(folder))):
+                self._refuse(f"on the node {self._address}: {why}")
+                return
             if os.path.isdir(driver.cwd):
                 os.chdir(driver.cwd)
-            argv = argv_here(command, driver, address=self._address, code=unpacked)
+            argv = argv_here(command, driver, address=self._address, code=f"{folder}/{CODE}" if elsewhere else "")
             here = Command(name=command.name, role=command.role, argv=argv, env=command.env)
             self._process = self._cluster.start(here, self._print)
         except (RallypointError, OSError) as error:
@@ -189,28 +192,6 @@ def argv_here(command: Command, driver: Driver, *, address: str, code: str) -> t
     if command.role != "worker":  # a worker's arguments are the user's
         argv = [argument.replace(HERE, address) for argument in argv]
     return tuple(argv)
-
-
-def pack(folder: Path) -> bytes:
-    """Return the files below a folder as a zip file."""
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                archive.write(path, path.relative_to(folder))
-    return packed.getvalue()
-
-
-def unpack(packed: bytes) -> str:
-    """Write the files of a zip file to a new folder. Returns the folder. OSError if they cannot be written."""
-    folder = tempfile.mkdtemp(prefix="rallypoint-")
-    try:
-        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
-            archive.extractall(folder)
-    except OSError:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return folder
 
 
 GONE, DRAINED, LOST = "its node is gone", "its node is about to go", "its Ray actor is gone"
@@ -446,7 +427,7 @@ class RayCluster(Cluster):
         """Return the code that the run has kept, as Ray passes it on: it is the same for all workers."""
         if self._packed is None:
             there = bool(self._driver.code) and Path(self._driver.code).is_dir()
-            self._packed = ray_module().put(pack(Path(self._driver.code))) if there else b""
+            self._packed = ray_module().put(archived(Path(self._driver.code).parent)) if there else b""
         return self._packed
 
     # ---- the thread that looks after the processes ----
@@ -555,11 +536,9 @@ def _marker(snapshots: str) -> str:
     if not snapshots or "://" in snapshots:
         return ""
     folder = Path(snapshots).resolve()
-    try:
+    with Explained(UsageError, f"{snapshots} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         (marker := folder / f".seen-{secrets.token_hex(8)}").touch()
-    except OSError as error:
-        raise UsageError(f"{snapshots} cannot be written: {error.strerror}") from None
     return str(marker)
 
 

@@ -27,7 +27,7 @@ from typing import IO, BinaryIO, Self
 
 import msgspec
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import Explained, UsageError
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit
 from rallypoint.launch.engines.far_end import (
     GREETING,
@@ -293,10 +293,9 @@ def _signal(client: subprocess.Popen[bytes], number: int) -> None:
 
 def _started(argv: list[str]) -> subprocess.Popen[bytes]:
     pipe = subprocess.PIPE
-    try:  # in a session of its own: Ctrl-C is for the launcher only
+    # In a session of its own: Ctrl-C is for the launcher only
+    with Explained(UsageError, f"{argv[0]} cannot be started", "; is it installed here?"):
         return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-    except OSError as error:
-        raise UsageError(f"{argv[0]} cannot be started: {error.strerror}; is it installed here?") from None
 
 
 _CONNECT_S = 30.0  # seconds in which the hosts must be ready when a run begins
@@ -345,7 +344,10 @@ class RemoteCluster(Cluster):
         self._try_again()
         self._started = [process for process in self._started if process.exit() is None]
         up = [host for host, link in self._links.items() if link.up]
-        host = place(command.role, self._hosts, up, self._running())
+        running: dict[Host, list[str]] = {host: [] for host in self._hosts}
+        for started in self._started:
+            running[started.link.host].append(started.command.role)
+        host = place(command.role, self._hosts, up, running)
         if host is None:
             raise UsageError(f"{command.name} has no host: none in --hosts takes the role {command.role}")
         process = RemoteProcess(command, next(self._numbers), self._links[host], output)
@@ -403,12 +405,6 @@ class RemoteCluster(Cluster):
                 if time.monotonic() - link.failed_at > _AGAIN_S:
                     link.connect()
 
-    def _running(self) -> dict[Host, list[str]]:
-        running: dict[Host, list[str]] = {host: [] for host in self._hosts}
-        for process in self._started:
-            running[process.link.host].append(process.command.role)
-        return running
-
 
 class FolderSharing:
     """Files in the run's folders by which a host shows that it sees them; a context manager that removes them."""
@@ -452,10 +448,10 @@ class FolderSharing:
             return f"it does not see {self._folder}, where the certificates of --tls auto are: give --tls FOLDER"
         if not self._script:
             return None
-        return Unpack(_archive(self._folder))
+        return Unpack(archived(self._folder))
 
 
-def _archive(folder: Path) -> bytes:
+def archived(folder: Path) -> bytes:
     """Return the copy of the script and its modules that the run keeps, as a tar archive."""
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w:gz") as tar:

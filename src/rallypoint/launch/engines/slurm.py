@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import Explained, UsageError
 from rallypoint.launch.engines.remote import FAR_END, RemoteCluster, RemoteShell
 from rallypoint.launch.plan import Host, Launch
 
@@ -70,13 +70,9 @@ def gpus_on_node(environ: Mapping[str, str], host: Host) -> str:
 
 def nodes_of_list(text: str) -> Sequence[str]:
     """Return the nodes that ``n[1-3,7]`` stands for. Raises UsageError where ``scontrol`` cannot say."""
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", text], capture_output=True, text=True, timeout=_SCONTROL_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UsageError(f"scontrol does not say which nodes {text} are: {error}") from None
-    return done.stdout.split()
+    argv, errors = ["scontrol", "show", "hostnames", text], (OSError, subprocess.SubprocessError)
+    with Explained(UsageError, f"scontrol does not say which nodes {text} are", of=errors):
+        return subprocess.run(argv, capture_output=True, text=True, timeout=_SCONTROL_S, check=True).stdout.split()
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
@@ -30,14 +30,13 @@ from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.cluster import Command, Exit
 from rallypoint.launch.engines.discovery import FoundJob, Place, RankDuties, board_of, listens, private_folder
 from rallypoint.launch.engines.local import LocalCluster, LocalProcess
-from rallypoint.launch.folder import Where, new_folder
+from rallypoint.launch.folder import Where, new_folder, token_file
 from rallypoint.launch.lifeline import noted
 from rallypoint.launch.plan import SNAPSHOTS_FOLDER, is_loopback
 from rallypoint.net.handshake import new_token, role_token
 from rallypoint.net.places import advertised
 from rallypoint.net.tcp import EVERYWHERE
 from rallypoint.observe.lenient import Unhurried, say
-from rallypoint.own_files import opened
 
 _SOMEWHERE = "192.0.2.1:9"  # an address of no machine (RFC 5737): the way to it is the way out of this one
 
@@ -164,10 +163,13 @@ class RankSupervisor:
         """Run to the end. Returns the exit status."""
         with contextlib.ExitStack() as stack:
             interrupts = stack.enter_context(noted())
-            if self._duties.found is None:
-                self._coordinate(stack, interrupts)
+            named = self._coordinate(stack, interrupts) if self._duties.found is None else ""
             if self._address:
-                self._start_members()
+                for name in self._duties.servers:
+                    self._start(self._server(name))
+                self._start(self._command(f"worker{self._duties.place.rank}", "worker", self._duties.worker))
+                if self._duties.found is None:
+                    self._publish(stack, named)
             status = None
             while status is None and not interrupts:
                 self._look()
@@ -177,13 +179,13 @@ class RankSupervisor:
 
     # ---- starting ----
 
-    def _coordinate(self, stack: contextlib.ExitStack, interrupts: list[int]) -> None:
-        """Start the coordinator, and publish its address. If it ends first, there is no address."""
+    def _coordinate(self, stack: contextlib.ExitStack, interrupts: list[int]) -> str:
+        """Start the coordinator. If it ends first, there is no address. Returns the token's file, if one was made."""
         place, given = self._duties.place, os.environ.get(environment.OPTIONS, "")
-        folder, token_file = stack.enter_context(private_folder(place)), ""
+        folder, named = stack.enter_context(private_folder(place)), ""
         if not self._token:
             self._token = new_token()
-            token_file = stack.enter_context(_token_file(folder, self._token))
+            named = str(stack.enter_context(token_file(folder, self._token)))
         self._coordinator = coordinator_arguments(
             place, self._duties.servers_in_all, given, lambda: str(new_folder(Path("runs")).resolve()),
             environment.threads_of(os.environ),
@@ -192,19 +194,16 @@ class RankSupervisor:
         while not (self._address or interrupts) and (self._children or self._start_at):
             self._look()
             time.sleep(_POLL_S)
-        if not self._address:
-            return
+        return named
+
+    def _publish(self, stack: contextlib.ExitStack, token_file: str) -> None:
+        """Say where the coordinator is, and show what it tells. (Importing torch to say it takes its time.)"""
         found = msgspec.json.encode(FoundJob(self._address, token_file))
-        stack.enter_context(board_of(place).published(found))
+        stack.enter_context(board_of(self._duties.place).published(found))
         # Other ranks print between our lines
         screen = Screen(file=cast(IO[str], self._output), force_terminal=False)
         where, transport = Where(self._address, self._token), access_of(role="observer").transport
         self._console, *_ = stack.enter_context(shown(where, transport, screen))
-
-    def _start_members(self) -> None:
-        for name in self._duties.servers:
-            self._start(self._server(name))
-        self._start(self._worker())
 
     def _server(self, name: str) -> Command:
         host = self._address.rpartition(":")[0]
@@ -212,9 +211,6 @@ class RankSupervisor:
         if self._duties.found is None and not is_loopback(host):
             where = (*where, "--advertise", host)  # the coordinator's machine is ours
         return self._command(name, "server", (*_CLI, "server", *where))
-
-    def _worker(self) -> Command:
-        return self._command(f"worker{self._duties.place.rank}", "worker", self._duties.worker)
 
     def _command(self, name: str, role: str, argv: tuple[str, ...]) -> Command:
         threads = environment.with_threads(environment.threads_of(os.environ) or 1)
@@ -347,18 +343,6 @@ class RankSupervisor:
         while any(process.exit() is None for process in members) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return 128 + number
-
-
-@contextlib.contextmanager
-def _token_file(folder: Path, token: str) -> Iterator[str]:
-    """While in the body, the token is in a file that only this user can read. Yields its path."""
-    name = f"token-{os.getpid()}"  # in a container all have the same process id: one that was killed may have left it
-    with opened(folder) as own:
-        own.write(name, token.encode())
-        try:
-            yield str(folder / name)
-        finally:
-            own.unlink(name)
 
 
 def main(arguments: list[str]) -> int:

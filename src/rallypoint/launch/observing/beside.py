@@ -5,29 +5,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import io
 import os
 import queue
 import shlex
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rallypoint.coordinator.fingerprints import KeptFingerprints
 from rallypoint.coordinator.journal import kept_state
 from rallypoint.core.cluster.terms import copies_of
 from rallypoint.core.job import JobRecord
-from rallypoint.core.protocol import AnyOrder, Drain, Pause, StopWanted
 from rallypoint.errors import DataError, RallypointError, UsageError, to_install
 from rallypoint.launch import environment
-from rallypoint.launch.commands import ask
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Command, Exit
-from rallypoint.launch.engines.local import Lines
+from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 from rallypoint.launch.folder import STACKS
 from rallypoint.launch.observing.health import Targets
 from rallypoint.launch.observing.redaction import KeptLines, secrets_among, secrets_in
@@ -35,9 +30,6 @@ from rallypoint.launch.observing.reports import AutomaticReports
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.observe.lines import Allowance
 from rallypoint.observe.trace import merge
-
-if TYPE_CHECKING:
-    from rallypoint.watch.app import Wish
 
 _NEWEST = 8  # of so many versions one is looked for of which all shards have told their digests
 
@@ -98,37 +90,10 @@ def _flat(settings: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, st
             yield f"{path}{key}", str(value)
 
 
-def follow(run: Path, wish: Wish) -> str:
-    """Carry the order out on the run in this folder. Returns a sentence; RallypointError if it cannot be done."""
-    match wish.order:
-        case "snapshot":
-            return ask.take_snapshot(run, _unsaid)
-        case "resize":
-            if not wish.workers and not wish.servers:
-                raise UsageError("to what size? give a number of workers or of servers")
-            return ask.resize(run, wish.workers, wish.servers, _unsaid)
-        case _:
-            return ask.order(run, _order(wish), _unsaid)
-
-
-def _unsaid(sentence: str) -> None:
-    """The page shows only what has come of an order."""
-
-
-def _order(wish: Wish) -> AnyOrder:
-    match wish.order:
-        case "stop":
-            return StopWanted(wish.reason)
-        case "drain":
-            return Drain(wish.member)
-        case _:
-            return Pause(on=wish.order == "pause")
-
-
 _END_S = 3.0  # seconds in which it may tell others how the run has ended
 _TRACKER_S = 20.0  # seconds in which a tracker may write what is left
 _NEEDS = ("starlette", "uvicorn")
-_CHUNK = 64 << 10
+_POLL_S = 0.02
 _MOST_WAITING, _LONGEST = 1000, 2000  # lines that were not asked for yet; characters of each
 _BURST, _EVERY_S = 100, 5.0  # lines that are shown at once; seconds for each after that
 
@@ -145,35 +110,25 @@ class Companion:
     ) -> None:
         """`end_s`: seconds in which it may end by itself, when the run is over."""
         self._arguments, self._wanted, self._what, self._end_s = (command, run, *options), wanted, what, end_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._reader: threading.Thread | None = None
+        self._cluster: LocalCluster | None = None
+        self._process: LocalProcess | None = None
         self._lines: queue.Queue[str] = queue.Queue(_MOST_WAITING)
         self._shown = Allowance(_BURST, _EVERY_S, time.monotonic())
         self._left_out = 0  # lines for which there was no room; the reader's thread counts them
-        self._lifeline = -1  # the end of it that breaks when this process ends
 
     def start(self) -> None:
         """Start it; the run's log must exist. Does nothing when it was started before: one that failed stays away."""
         if not self._wanted:
             return
         self._wanted = False
-        argv = [sys.executable, "-P", "-m", "rallypoint.cli", *self._arguments]
-        held, self._lifeline = os.pipe()
+        argv = (sys.executable, "-P", "-m", "rallypoint.cli", *self._arguments)
+        name = f"rallypoint {self._arguments[0]}"
+        command = Command(name=name, role="observer", argv=argv, env={"OMP_NUM_THREADS": "1"})
         try:
-            self._process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(held,),
-                env={**os.environ, environment.LIFELINE: str(held), "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is for the launcher, which ends it at last
-            )  # fmt: skip
-        except OSError as error:
-            self._keep(f"{self._what}: {error.strerror}")
-            return
-        finally:
-            os.close(held)
-        of_it = (self._process,)
-        name = f"output of rallypoint {self._arguments[0]}"
-        self._reader = threading.Thread(target=self._read, args=of_it, name=name, daemon=True)
-        self._reader.start()
+            self._cluster = LocalCluster()
+            self._process = self._cluster.start(command, self._keep)
+        except (UsageError, OSError) as error:
+            self._keep(f"{self._what}: {getattr(error, 'strerror', None) or error}")
 
     def said(self) -> list[str]:
         """Return the lines that it has printed meanwhile: where the page is, say, or why there is none.
@@ -194,32 +149,16 @@ class Companion:
     def end(self) -> None:
         """Tell it to end, and do not wait: `close` does."""
         if self._process is not None:
-            self._process.terminate()
+            self._process.process.terminate()  # it alone: what it has started may write for it
 
     def close(self) -> None:
         """End it, after it has done what is left to do. May be called more than once."""
-        if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(self._end_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        if self._reader is not None:
-            self._reader.join()
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-        self._process, self._reader, self._lifeline = None, None, -1
-
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        assert isinstance(process.stdout, io.BufferedReader)
-        lines = Lines()
-        with process.stdout as stream, contextlib.suppress(OSError):
-            while data := stream.read1(_CHUNK):
-                for line in lines.feed(data):
-                    self._keep(line)
-            for line in lines.rest():
-                self._keep(line)
+        self.end()
+        until = time.monotonic() + self._end_s
+        while self._process is not None and self._process.exit() is None and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        if self._cluster is not None:
+            self._cluster.end()
 
     def _keep(self, line: str) -> None:
         """Keep a line for `said`; who prints is never held up."""

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rallypoint.errors import AddressInUse, LinkError, UsageError, to_install
+from rallypoint.errors import AddressInUse, Explained, LinkError, UsageError, to_install
 from rallypoint.launch import environment
 from rallypoint.launch.access import read_token
 from rallypoint.launch.environment import ANSWERS_AT, HEALTH
@@ -162,12 +162,10 @@ class Targets:
         self._path = Path(into) / f"{whole.name}-{digest}.json"
         self._known: dict[str, tuple[str, str]] = {}  # process -> its role, and where it answers
         if self._wanted:
-            try:
+            with Explained(UsageError, f"{into} cannot hold --metrics' files"):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 _refuse_everybodys(self._path.parent)
                 self._path.unlink(missing_ok=True)  # of a launcher that was killed
-            except OSError as error:
-                raise UsageError(f"{into} cannot hold --metrics' files: {error.strerror}") from None
 
     @property
     def environment(self) -> dict[str, str]:

@@ -9,7 +9,6 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -186,23 +185,6 @@ _LEAST = 0.25  # and at least this share of the median
 _SAMPLES, _TENSORS = 64, 12  # that are shown
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplayWanted:
-    """What to replay.
-
-    Attributes:
-        step: the step; -1: the first whose recorded loss stands out.
-        replica: which of its replicas; -1: all, and of a step that stands out the one with the highest loss.
-        current: run the script as it is now, not the copy that the run has kept.
-        quiet: what the script prints goes to the error stream.
-    """
-
-    step: int = -1
-    replica: int = -1
-    current: bool = False
-    quiet: bool = False
-
-
 class ReplayTask(msgspec.Struct, frozen=True, kw_only=True):
     """What the process that computes is asked for, as a file in a folder of its own.
 
@@ -287,20 +269,27 @@ class Replayed(msgspec.Struct, frozen=True):
     losses: tuple[str, ...] = ()
 
 
-def replay(run: Path, wanted: ReplayWanted, say: Callable[[str], None]) -> Replayed:
+def replay(
+    run: Path, say: Callable[[str], None], *, step: int = -1, replica: int = -1, current: bool = False,
+    quiet: bool = False,
+) -> Replayed:  # fmt: skip
     """Replay a step of the run in this folder, which is only read. `say` gets a sentence about what is computed.
+
+    `step` -1: the first whose recorded loss stands out. `replica` -1: all, and of a step that stands out the one with
+    the highest loss. `current`: with the script as it is now, not the copy that the run has kept. `quiet`: what the
+    script prints goes to the error stream.
 
     Raises UsageError when it cannot be replayed, and says why; DataError for a folder that is not a run's.
     """
     refuse_others_words(run, "replaying")
     plan = read_plan(run)
-    spike = _spike_of(run) if wanted.step < 0 else None
-    step = wanted.step if spike is None else spike.step
+    spike = _spike_of(run) if step < 0 else None
+    step = step if spike is None else spike.step
     manifest = _nearest(plan, run, step)
-    _check(manifest.job, step, wanted.replica)
+    _check(manifest.job, step, replica)
     if plan.ranks > 1:
         raise UsageError(f"the workers of {run} were groups of {plan.ranks} ranks: replays start one process only")
-    argv = _argv(plan, run, say, current=wanted.current)
+    argv = _argv(plan, run, say, current=current)
     state = kept_state(run)
     reductions = _reductions(manifest, run, state)
     say(f"from snapshot {printable(manifest.id)}: {counted(step - manifest.version, 'step')} to step {step}")
@@ -309,8 +298,8 @@ def replay(run: Path, wanted: ReplayWanted, say: Callable[[str], None]) -> Repla
             snapshots=_place(plan.snapshots), snapshot=manifest.id, step=step, settings=_settings(manifest.job),
             reductions=reductions, folder=folder, answer=str(Path(folder) / "answer.json"),
         )  # fmt: skip
-        answer = _computed(argv, task, manifest.job.threads or plan.threads_at_first, wanted)
-        return _compared(run, task, manifest, answer, wanted.replica, spike)
+        answer = _computed(argv, task, manifest.job.threads or plan.threads_at_first, quiet=quiet)
+        return _compared(run, task, manifest, answer, replica, spike)
 
 
 def _spike_of(run: Path) -> Spike:
@@ -384,11 +373,11 @@ def _place(url: str) -> str:
     return url if "://" in url else str(Path(url).resolve())
 
 
-def _computed(argv: tuple[str, ...], task: ReplayTask, threads: int, wanted: ReplayWanted) -> ReplayAnswer:
+def _computed(argv: tuple[str, ...], task: ReplayTask, threads: int, *, quiet: bool) -> ReplayAnswer:
     order = Path(task.folder) / "task.json"
     order.write_bytes(msgspec.json.encode(task))
     extra = {environment.REPLAY: str(order), **environment.with_threads(threads)}
-    status = environment.run_script(argv, extra, stdout=sys.stderr.fileno() if wanted.quiet else None)
+    status = environment.run_script(argv, extra, stdout=sys.stderr.fileno() if quiet else None)
     answer = Path(task.answer)
     if not answer.exists():
         raise UsageError(f"the script ended with status {status} before step {task.step}: see above")

@@ -9,7 +9,6 @@ import platform
 import queue
 import re
 import secrets
-import shlex
 import stat
 import sys
 import threading
@@ -24,7 +23,7 @@ import msgspec
 
 from rallypoint.coordinator.journal import kept_state
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.errors import RallypointError, UsageError
+from rallypoint.errors import RallypointError, UsageError, to_resume
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.folder import CONSOLE, CONSOLE_BEFORE, REPORTS, read_where
 from rallypoint.launch.observing.redaction import Redaction, secrets_among, secrets_in
@@ -33,7 +32,7 @@ from rallypoint.launch.options import options_of
 from rallypoint.launch.plan import PRIVATE, ClusterConfig, Launch, read_plan
 from rallypoint.net.frames import PROTOCOL
 from rallypoint.net.handshake import ROLES, role_token
-from rallypoint.own_files import is_running
+from rallypoint.own_files import delete_oldest, is_running
 from rallypoint.watch.follow import EVENTS, event_of
 from rallypoint.watch.state import RunState
 
@@ -158,12 +157,14 @@ def sentence_of(picture: Picture) -> str:
             return f"Nothing has happened in {picture.folder}: there is no log of events. Is it a run's folder?"
         return f"The run was interrupted {_at(run)}, and nobody runs it now.{_crashes(crashed)}{_going_on(picture)}"
     if stopped := [process for process in picture.processes if process.state]:
-        return f"{_at(run).capitalize()} {_who(stopped)}{_waits(run)} {_wake(stopped)}"
+        waits = f"; the run is {_stop(run.waits)}" if run.waits else "."
+        return f"{_at(run).capitalize()} {_who(stopped)}{waits} {_wake(stopped)}"
     if run.waits:
         cause = f"{_at(run).capitalize()} the run is {_stop(run.waits)}{_crashes(crashed)}"
         return f"{cause} The stacks say where each process is."
     if crashed:
-        where = f"in {_file(crashed[-1])}"
+        owner = crashed[-1].owner
+        where = f"in stacks/{owner.name}-{owner.pid}.txt"
         return f"{_crashes(crashed).strip()} The run goes on {_at(run)}: {where} is what it did."
     if picture.silent_s is not None and picture.silent_s > LONG_S:
         return (
@@ -189,10 +190,6 @@ def _who(processes: list[ProcessStacks]) -> str:
     return " and ".join(named) + more
 
 
-def _waits(run: RunState) -> str:
-    return f"; the run is {_stop(run.waits)}" if run.waits else "."
-
-
 def _wake(processes: list[ProcessStacks]) -> str:
     stopped = [str(process.owner.pid) for process in processes if process.state.startswith("stopped")]
     if not stopped:
@@ -206,15 +203,11 @@ def _crashes(processes: list[ProcessStacks]) -> str:
     return f" {last.owner.name} on {last.owner.host} crashed: {_stop(last.crash)}" if last is not None else ""
 
 
-def _file(process: ProcessStacks) -> str:
-    return f"stacks/{process.owner.name}-{process.owner.pid}.txt"
-
-
 def _going_on(picture: Picture) -> str:
     if not picture.run.snapshots:
         return ""
     version = picture.run.snapshots[-1]["version"]
-    return f" `rallypoint resume {shlex.quote(picture.folder)}` goes on from version {version}."
+    return f" `{to_resume(picture.folder)}` goes on from version {version}."
 
 
 MOST_BYTES = 16 << 20  # of all texts together
@@ -266,10 +259,8 @@ def place_in(folder: Path, kind: str) -> Path:
     """A new name in a run's folder: ``reports/stall-20260131-235959-1a2b.zip``. Of very many reports the oldest go."""
     place = folder / REPORTS
     place.mkdir(mode=0o700, exist_ok=True)
-    own = sorted((path for path in place.glob("*-*.zip")), key=lambda path: path.lstat().st_mtime)
-    for path in own[: max(0, len(own) - MOST_REPORTS + 1)]:
-        path.unlink(missing_ok=True)
-    return folder / REPORTS / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.zip"
+    delete_oldest(place.glob("*-*.zip"), MOST_REPORTS - 1)
+    return place / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.zip"
 
 
 def _known_secrets(picture: Picture) -> list[str]:

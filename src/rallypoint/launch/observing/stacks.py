@@ -29,6 +29,7 @@ import msgspec
 
 from rallypoint.launch import environment
 from rallypoint.launch.folder import STACKS
+from rallypoint.own_files import delete_oldest
 
 SIGNAL = signal.SIGRTMAX - 3  # SIGUSR1 and SIGUSR2 are the script's, and those of batch systems
 MOST_FILES = 512
@@ -87,7 +88,8 @@ def keep_stacks(role: str) -> None:
     owner = StackOwner(name, role, os.getpid(), socket.gethostname())
     plain = re.sub(r"[^\w.-]", "_", name)[:100]
     try:
-        _make_room(Path(folder))
+        Path(folder).mkdir(mode=0o700, exist_ok=True)
+        delete_oldest(Path(folder).glob("*.txt"), MOST_FILES)
         path = Path(folder) / f"{plain}-{owner.pid}.txt"
         if os.path.lexists(path):  # a container's processes have the same numbers each time
             path = path.with_name(f"{plain}-{owner.pid}-{secrets.token_hex(4)}.txt")
@@ -102,13 +104,6 @@ def keep_stacks(role: str) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable(file, all_threads=True)
     faulthandler.register(SIGNAL, file, all_threads=True, chain=False)
-
-
-def _make_room(folder: Path) -> None:
-    folder.mkdir(mode=0o700, exist_ok=True)
-    files = sorted(folder.glob("*.txt"), key=lambda path: path.lstat().st_mtime)
-    for path in files[: max(0, len(files) - MOST_FILES)]:
-        path.unlink(missing_ok=True)
 
 
 def processes_of(run: Path, *, ask: bool) -> list[ProcessStacks]:

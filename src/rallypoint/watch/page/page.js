@@ -256,31 +256,6 @@ one("resolved-part").addEventListener("toggle", async () => {
   pairs("resolved", Object.keys(settings).length ? settings : { "not known yet": "the members have not agreed on them" });
 });
 
-// ---- buttons: only where the page was served with them, and for who has the operator's token ----
-
-function drawOperator() {
-  one("operator").hidden = !(run.facts || {}).buttons || Boolean(run.ended);
-  const here = run.members.filter((row) => row.spans.at(-1)[1] !== "gone").map((row) => row.id), list = one("drained");
-  if ([...list.options].map((option) => option.value).join() !== here.join()) list.replaceChildren(...here.map((name) => new Option(name)));
-}
-
-one("orders").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const order = event.submitter ? event.submitter.dataset.order : "", wish = { order };
-  if (!order) return;
-  if (order === "drain") wish.member = one("drained").value;
-  if (order === "resize") for (const what of ["workers", "servers"]) wish[what] = Number(one(what).value) || 0;
-  if ((order === "stop" || order === "drain") && !confirm(order === "stop" ? "End the job?" : `Send ${wish.member} away?`)) return;
-  one("said").textContent = `${order} ...`;
-  try {
-    const answer = await ask("order", { method: "POST", body: JSON.stringify(wish),
-      headers: { "Authorization": `Bearer ${one("operator-token").value}`, "Content-Type": "application/json" } });
-    one("said").textContent = (await answer.json()).said;
-  } catch {
-    one("said").textContent = `${order}: no answer`;
-  }
-});
-
 function take(news) {
   if (news.facts) { // the first of a stream: this page, or the server, has begun anew
     run.curves = {}; run.evaluations = {}; run.marks = []; run.members = [];
@@ -300,7 +275,6 @@ function take(news) {
   drawHead();
   drawTimes();
   drawMembers();
-  drawOperator();
   if (news.machines) { drawHosts(news.machines); drawLinks(news.machines.links); }
   if (news.facts || news.plan) drawFacts();
   if (news.snapshots) run.stored = news.snapshots;

@@ -92,7 +92,7 @@ class LastSnapshot:
         match event:
             case events.Tick(now=now):
                 course.now = now
-                patience = self._patience
+                patience = max(PATIENCE_S, SNAPSHOT_PATIENCE * course.terms.heartbeat)
                 if now <= self._news + patience:
                     return []
                 silent = course.members.awaited & course.members.workers.keys() - self._lost
@@ -182,10 +182,6 @@ class LastSnapshot:
     def awaited(self) -> str:
         """A phrase for what the end waits for."""
         return f"the newest version to be stored before the job ends: {self.snapshots.not_stored} not stored yet"
-
-    @property
-    def _patience(self) -> float:
-        return max(PATIENCE_S, SNAPSHOT_PATIENCE * self.course.terms.heartbeat)
 
     def _newest(self, failed: GiveUp) -> int:
         """The newest version that is known to exist.
