@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from members import PATIENCE_S, Members, members_in
 from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.effects import FinishJob
@@ -28,21 +27,12 @@ from rallypoint.launch.options import RunOptions
 from rallypoint.net.handshake import role_token
 from rallypoint.store.snapshots import SnapshotStore
 from support.beside import until
+from support.members import PATIENCE_S, Members, members_in, script
 from support.programs import run_program
 
 pytestmark = pytest.mark.programs
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "by-hand.md"
-SCRIPT = """
-import torch, rallypoint as rp
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 4)
-data = torch.utils.data.TensorDataset(torch.randn(64, 4))
-with rp.join() as job:
-    for micro in job.train(model, data, replicas=2, batch=4, steps=6):
-        with micro:
-            micro.backward(model(micro.batch[0]).square().mean())
-"""
 JOB = "the job's own token"
 ENV = {**os.environ, "RALLYPOINT_TOKEN": "a token for this test", "COLUMNS": "200"}
 
@@ -56,7 +46,7 @@ def documented() -> list[list[str]]:
 
 @pytest.fixture
 def members(tmp_path: Path) -> Iterator[Members]:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(script(6))
     with members_in(tmp_path, ENV) as made:
         yield made
 
@@ -98,7 +88,7 @@ def test_the_documented_commands_make_a_cluster_that_says_how_it_gets_on(members
 
 @pytest.mark.slow
 def test_a_worker_by_hand_that_is_told_to_go_says_that_it_has_left(members: Members) -> None:
-    (members.folder / "train.py").write_text(SCRIPT.replace("steps=6", "steps=10**9"))
+    (members.folder / "train.py").write_text(script())
     members.start("coordinator", "coordinator", "--workers", "2")  # it begins when both are here
     address = members.until("coordinator", r"listens at (\S+)\n")
     members.start("server0", "server", "--coordinator", address)
@@ -245,7 +235,7 @@ def test_snapshots_that_the_coordinator_does_not_see_end_the_job_before_its_firs
 
 @pytest.mark.slow
 def test_ctrl_c_at_a_coordinator_by_hand_takes_a_last_snapshot(members: Members) -> None:
-    (members.folder / "train.py").write_text(SCRIPT.replace("steps=6", "steps=10**9"))
+    (members.folder / "train.py").write_text(script())
     members.start("coordinator", "coordinator", "--snapshots", str(members.folder / "kept"))
     address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
     members.start("server", "server", "--coordinator", address)
@@ -261,9 +251,8 @@ def test_ctrl_c_at_a_coordinator_by_hand_takes_a_last_snapshot(members: Members)
 @pytest.mark.slow
 def test_when_the_last_server_by_hand_dies_it_says_to_start_one_and_then_goes_on(members: Members) -> None:
     gate = members.folder / "gate"
-    waits = f"while micro.step > 2 and not os.path.exists({str(gate)!r}):\n            time.sleep(0.01)"
-    script = SCRIPT.replace("        with micro:", f"        {waits}\n        with micro:")
-    (members.folder / "train.py").write_text(f"import os, time\n{script}")
+    waits = f"while micro.step > 2 and not os.path.exists({str(gate)!r}): time.sleep(0.01)"
+    (members.folder / "train.py").write_text(script(6, before=waits))
     members.start("coordinator", "coordinator", "--snapshots", str(members.folder / "kept"))
     address = members.until("coordinator", r"listens at (\S+)\n")
     members.start("server", "server", "--coordinator", address)
@@ -279,8 +268,8 @@ def test_when_the_last_server_by_hand_dies_it_says_to_start_one_and_then_goes_on
 
 @pytest.mark.slow
 def test_a_worker_that_is_refused_is_told_so_and_why_and_the_job_goes_on(members: Members) -> None:
-    (members.folder / "train.py").write_text(SCRIPT.replace("steps=6", "steps=10**9"))
-    (members.folder / "other.py").write_text(SCRIPT.replace("steps=6", "steps=7"))
+    (members.folder / "train.py").write_text(script())
+    (members.folder / "other.py").write_text(script(7))
     members.start("coordinator", "coordinator")
     address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
     members.start("server", "server", "--coordinator", address)

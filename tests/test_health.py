@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import signal
 import socket
 import threading
@@ -22,7 +21,7 @@ from rallypoint.launch.observing import health as module
 from rallypoint.launch.observing.health import MOST_ASKED_AT_ONCE, STUCK_S, Health, answering, stuck_for
 from rallypoint.server.member import OwnerThread
 from support.beside import until
-from support.programs import Program
+from support.members import Members, members_in, script
 
 LOCAL = "127.0.0.1:0"
 ENV = {**os.environ, "RALLYPOINT_TOKEN": "a token for this test", "COLUMNS": "200"}
@@ -212,88 +211,55 @@ def test_the_status_of_who_was_told_to_go(text: str, status: int, monkeypatch: p
 
 # ---- real processes ----
 
-SCRIPT = """
-import pathlib, sys, time, torch, rallypoint as rp
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 4)
-data = torch.utils.data.TensorDataset(torch.randn(64, 4))
-with rp.join() as job:
-    for micro in job.train(model, data, replicas=2, batch=4, steps=int(sys.argv[1])):
-        with micro:
-            micro.backward(model(micro.batch[0]).square().mean())
-    print("the loop is over", flush=True)
+AFTER = """print("the loop is over", flush=True)
     while not pathlib.Path("gate").exists():
         time.sleep(0.01)
-print("saved", flush=True)
-"""
-
-
-class Members:
-    """Programs that were started by hand in `folder`, each with health checks, and what each prints."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.started = folder, dict[str, Program]()
-        (folder / "train.py").write_text(SCRIPT)
-
-    def start(self, name: str, role: str, *arguments: str, **env: str) -> None:
-        argv = ["-m", "rallypoint.cli", role, "--health", LOCAL, *arguments]
-        self.started[name] = Program(argv, self.folder / name, {**ENV, "RALLYPOINT_ID": name, **env}, self.folder)
-
-    def until(self, name: str, pattern: str) -> str:
-        """Wait until `name` has printed the pattern. Returns its first group."""
-        found: list[re.Match[str]] = []
-
-        def said() -> bool:
-            file = self.folder / name
-            found[:] = re.finditer(pattern, file.read_text() if file.exists() else "")
-            return bool(found) or self.started[name].poll() is not None
-
-        until(said, lambda: (self.folder / name).read_text())
-        assert found, (self.folder / name).read_text()
-        return found[0].group(1)
-
-    def asks(self, name: str, path: str) -> tuple[int, str]:
-        return get(self.until(name, r"health checks are answered at (\S+)\n"), path)
-
-    def coordinator(self, *arguments: str) -> str:
-        self.start("coordinator", "coordinator", *arguments)
-        return self.until("coordinator", r"the coordinator listens at (\S+)\n")
+    print("saved", flush=True)"""
+CHECKED = ("--health", LOCAL)
+TOLD = {"RALLYPOINT_LEFT_STATUS": "143"}
 
 
 @pytest.fixture
 def members(tmp_path: Path) -> Iterator[Members]:
-    made = Members(tmp_path)
-    yield made
-    for program in made.started.values():
-        program.kill()
-        program.wait()
+    (tmp_path / "train.py").write_text(script("int(sys.argv[1])", after=AFTER))
+    with members_in(tmp_path, ENV) as made:
+        yield made
+
+
+def asks(members: Members, name: str, path: str) -> tuple[int, str]:
+    return get(members.until(name, r"health checks are answered at (\S+)\n"), path)
+
+
+def coordinator_of(members: Members, *arguments: str) -> str:
+    members.start("coordinator", "coordinator", *CHECKED, *arguments)
+    return members.until("coordinator", r"the coordinator listens at (\S+)\n")
 
 
 @pytest.mark.slow
 @pytest.mark.programs
 def test_each_role_is_ready_when_it_has_joined_and_leaves_with_the_status_it_was_given(members: Members) -> None:
-    at = members.coordinator("--workers", "2", "--servers", "2")
-    members.start("s0", "server", "--coordinator", at)
-    members.start("s1", "server", "--coordinator", at, RALLYPOINT_LEFT_STATUS="143")
-    members.start("w0", "worker", "--coordinator", at, "train.py", str(10**9))
+    at = coordinator_of(members, "--workers", "2", "--servers", "2")
+    members.start("s0", "server", *CHECKED, "--coordinator", at)
+    members.start("s1", "server", *CHECKED, "--coordinator", at, env=TOLD)
+    members.start("w0", "worker", *CHECKED, "--coordinator", at, "train.py", str(10**9))
     members.until("w0", r"(has joined the job)")
     for name in ("coordinator", "s0", "w0"):
-        until(lambda: members.asks(name, "/readyz") == (200, "ok"), lambda: f"{name}: {members.asks(name, '/readyz')}")  # noqa: B023
-        assert members.asks(name, "/healthz") == (200, "ok")
-    members.start("w1", "worker", "--coordinator", at, "train.py", str(10**9), RALLYPOINT_LEFT_STATUS="143")
+        until(lambda: asks(members, name, "/readyz") == (200, "ok"), f"{name} is not ready")  # noqa: B023
+        assert asks(members, name, "/healthz") == (200, "ok")
+    members.start("w1", "worker", *CHECKED, "--coordinator", at, "train.py", str(10**9), env=TOLD)
     members.until("coordinator", r"(step \d+/)")
     for name in ("w1", "s1"):
         members.started[name].send_signal(signal.SIGTERM)
-        assert members.started[name].wait(60.0) == 143, (members.folder / name).read_text()
+        assert members.started[name].wait(60.0) == 143, members.said(name)
     assert members.started["w0"].poll() is members.started["s0"].poll() is None
 
 
 @pytest.mark.slow
 @pytest.mark.programs
 def test_a_coordinator_that_lingers_waits_for_scripts_and_sigterm_does_not_end_one_that_saves(members: Members) -> None:
-    at = members.coordinator("--workers", "1", "--servers", "1", "--linger", "100")
-    members.start("s0", "server", "--coordinator", at)
-    members.start("w0", "worker", "--coordinator", at, "train.py", "3")
+    at = coordinator_of(members, "--workers", "1", "--servers", "1", "--linger", "100")
+    members.start("s0", "server", *CHECKED, "--coordinator", at)
+    members.start("w0", "worker", *CHECKED, "--coordinator", at, "train.py", "3")
     members.until("w0", r"(the loop is over)")
     assert members.started["s0"].wait(60.0) == 0
     members.started["w0"].send_signal(signal.SIGTERM)  # as an engine does that takes the job for over

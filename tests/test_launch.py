@@ -40,20 +40,12 @@ from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.files import END_PATIENCE_S
 from support.beside import until as until_true
+from support.members import script
 from support.programs import Program, run_program
 
 pytestmark = pytest.mark.programs
 
-LONG_RUN = """
-import torch, rallypoint as rp
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 4)
-data = torch.utils.data.TensorDataset(torch.randn(64, 4))
-with rp.join() as job:
-    for micro in job.train(model, data, replicas=2, batch=4, steps=10**9):
-        with micro:
-            micro.backward(model(micro.batch[0]).square().mean())
-"""
+LONG_RUN = script()
 WIDE_RUN = """
 import torch, rallypoint as rp
 torch.manual_seed(0)
@@ -109,7 +101,7 @@ def test_ending_the_launcher_leaves_no_process_and_no_port(tmp_path: Path, numbe
         assert not ports & {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
-SHORT_RUN = LONG_RUN.replace("10**9", "20")
+SHORT_RUN = script(20)
 
 
 class _Deaf(RunConsole):
@@ -463,7 +455,7 @@ def test_a_worker_that_ends_without_a_word_fails_the_run_after_a_last_snapshot(
     monkeypatch.setattr(cluster_run, "LAST_SNAPSHOT_S", 60.0)
     loss = "            micro.backward("
     quits = "            if micro.step == 20 and job.id == 'worker1':\n                os._exit(3)\n"
-    played = Played(tmp_path, "import os" + LONG_RUN.replace(loss, quits + loss), workers=2)
+    played = Played(tmp_path, LONG_RUN.replace(loss, quits + loss), workers=2)
     assert played.run() == 1
     assert "failed: worker1 ended with status 3" in played.said
     (stored,) = re.findall(r"snapshot of step (\d+)", played.said)
@@ -684,7 +676,7 @@ def test_why_a_job_failed_is_told_also_by_a_launcher_that_was_not_connected_yet(
 ) -> None:
     """On a busy machine the members may be faster than the launcher's own link."""
     monkeypatch.setattr(ClusterRun, "_observe", lambda run: None)
-    played = Played(tmp_path, LONG_RUN.replace("steps=10**9", "steps=9, seed=int(job.id[-1])"), workers=2)
+    played = Played(tmp_path, script("9, seed=int(job.id[-1])"), workers=2)
     assert played.run() == 1
     assert "brought different settings: seed is " in played.said
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from members import PATIENCE_S as LONG_S
-from members import Members, members_in
 from support.beside import until
+from support.members import PATIENCE_S as LONG_S
+from support.members import Members, members_in
 from test_survival import AT, SCRIPT, STEPS, Cluster, cluster_of, undisturbed_run
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]

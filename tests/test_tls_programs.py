@@ -10,25 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from members import Members, members_in
 from rallypoint.launch.folder import read_where
 from rallypoint.net.certificates import CERTIFICATE
 from support.beside import until
+from support.members import Members, members_in, script
 from support.programs import run_program
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]
 
-SCRIPT = """
-import os, pathlib, torch, rallypoint as rp
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 4)
-data = torch.utils.data.TensorDataset(torch.randn(64, 4))
-with rp.join() as job:
-    for micro in job.train(model, data, replicas=2, batch=4, steps=STEPS):
-        with micro:
-            micro.backward(model(micro.batch[0]).square().mean())
-pathlib.Path("weights-" + os.environ["RALLYPOINT_ID"]).write_bytes(model.weight.detach().numpy().tobytes())
-"""
+WRITES = 'pathlib.Path("weights-" + os.environ["RALLYPOINT_ID"]).write_bytes(model.weight.detach().numpy().tobytes())'
 BARE = {key: value for key, value in os.environ.items() if not key.startswith("RALLYPOINT_")} | {"COLUMNS": "200"}
 
 
@@ -52,7 +42,7 @@ def certs(folder: Path) -> str:
 
 def test_a_cluster_by_hand_with_tls_and_no_token_ends_with_the_bytes_of_one_process(members: Members) -> None:
     """Reachable from other machines, as far as it knows. Certificates are renewed before the last member comes."""
-    (members.folder / "train.py").write_text(SCRIPT.replace("STEPS", "6"))
+    (members.folder / "train.py").write_text(script(6, after=WRITES))
     folder = members.folder / "certificates"
     assert "certificates for every role are in" in certs(folder)
     old = (folder / "worker" / CERTIFICATE).read_bytes()
@@ -95,7 +85,7 @@ def test_a_role_with_another_roles_certificate_does_not_start(tmp_path: Path) ->
 
 def test_a_run_with_tls_is_resized_stored_and_ends_with_the_bytes_of_one_without(members: Members) -> None:
     """The launcher's console, `resize` and `snapshot` find the certificates; processes that are added use them too."""
-    (members.folder / "train.py").write_text(SCRIPT.replace("STEPS", "10**9"))
+    (members.folder / "train.py").write_text(script(after=WRITES))
     run = members.start("run", "run", "--tls", "auto", "--workers", "1", "--servers", "1", "--folder", "r", "train.py")
     members.until("run", r"(step \d+/)")
     where = read_where(members.folder / "r")
@@ -109,7 +99,7 @@ def test_a_run_with_tls_is_resized_stored_and_ends_with_the_bytes_of_one_without
     run.send_signal(signal.SIGINT)
     assert run.wait(60.0) == 130, members.said("run")
 
-    (members.folder / "train.py").write_text(SCRIPT.replace("STEPS", "20"))
+    (members.folder / "train.py").write_text(script(20, after=WRITES))
     for name, options in (("with", ["--tls", "auto"]), ("without", [])):
         program = members.start(name, "run", *options, "--workers", "2", "--folder", name + "-tls", "train.py")
         until(lambda program=program: program.poll() is not None, lambda name=name: members.said(name))  # type: ignore[misc]

@@ -53,24 +53,20 @@ def test_honest_workers_agree_and_nothing_is_said(tmp_path: Path) -> None:
     assert said(tmp_path) == []
 
 
-def test_with_two_workers_nobody_can_decide_and_the_job_stops(tmp_path: Path) -> None:
-    with pytest.raises(ClusterFailed, match=r"step 3, .*nobody can decide|nobody can decide step 3"):
-        run(tmp_path, {"worker1": "bit"}, {}, workers=2)
+@pytest.mark.some("two workers")
+@pytest.mark.parametrize(("workers", "wrong", "settings", "sentence"), [
+    (2, {"worker1": "bit"}, {}, r"step 3, .*nobody can decide|nobody can decide step 3"),
+    (3, {"worker1": "bit", "worker2": "scale"}, {}, "have each computed something else for step 3"),
+    (3, {"worker1": "scale"}, {"audit.action": "stop"}, r"worker1 on \S+ has computed something else"),
+], ids=["two workers", "three with three results", "stop"])  # fmt: skip
+def test_where_nobody_can_decide_or_with_stop_the_job_ends_with_a_sentence(
+    workers: int, wrong: dict[str, str], settings: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ClusterFailed, match=sentence):
+        run(tmp_path, wrong, settings, workers=workers)
 
 
 @pytest.mark.slow
 def test_with_tell_the_job_goes_on_and_says_it(tmp_path: Path) -> None:
     assert run(tmp_path, {"worker1": "bit"}, {"audit.action": "tell"}) == [honest()] * 3
     assert sum("has computed something else" in text for text in said(tmp_path)) > 2, "at each step"
-
-
-@pytest.mark.slow
-def test_with_stop_the_job_ends_with_the_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ClusterFailed, match=r"worker1 on \S+ has computed something else"):
-        run(tmp_path, {"worker1": "scale"}, {"audit.action": "stop"})
-
-
-@pytest.mark.slow
-def test_three_workers_with_three_results_end_the_job(tmp_path: Path) -> None:
-    with pytest.raises(ClusterFailed, match="have each computed something else for step 3"):
-        run(tmp_path, {"worker1": "bit", "worker2": "scale"}, {})

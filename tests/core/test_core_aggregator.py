@@ -279,9 +279,6 @@ def test_frames_of_an_older_generation_and_of_older_links_do_not_count() -> None
     assert shell.workers == {"w0": newer}
 
 
-ACTIONS = ("contribute", "contribute", "contribute", "repeat", "lost", "down", "break", "die", "rejoin", "move")
-
-
 def test_views_and_links_that_are_old_news_change_nothing() -> None:
     made = aggregator({"w0": (0, 1)})
     assert made.viewed(view_of({"w0": ()}, [])) == []  # not newer

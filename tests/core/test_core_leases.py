@@ -97,18 +97,19 @@ def test_a_script_that_says_it_late_evaluates_no_earlier_version() -> None:
     assert job.view.orders.lease == Lease(12, "w0", until=STEPS)
 
 
-@pytest.mark.parametrize("loss", [Left("w2", "killed"), From("w2", Leaving())])
-def test_a_lease_whose_holder_is_lost_goes_to_another_standby(loss: Left | Leaving) -> None:
-    job = _begun("w0", "w1", "w2", "w3")
+@pytest.mark.parametrize(("workers", "loss", "holder"), [
+    (4, Left("w2", "killed"), "w3"), (4, From("w2", Leaving()), "w3"), (3, Left("w2", "killed"), "w0"),
+    (4, Left("w0", "killed"), "w3"), (3, Left("w0", "killed"), "w2"),
+], ids=["to another standby", "also when it leaves", "or to the lead", "a standby that is to train leaves it",
+        "or keeps it if nobody else stands by"])  # fmt: skip
+def test_a_lease_whose_holder_is_lost_or_has_to_train_goes_to_another(
+    workers: int, loss: Left | From, holder: str
+) -> None:
+    job = _begun(*(f"w{number}" for number in range(workers)))
     _reported(job, 5)
     job.play(loss)
-    assert job.view.orders.lease == Lease(4, "w3", until=STEPS)
-
-
-def test_without_another_standby_it_goes_to_the_lead() -> None:
-    job = _begun()
-    job.play(Left("w2", "killed"))
-    assert job.view.orders.lease == Lease(4, "w0", until=STEPS)
+    assert ("w2" in job.view.assigned(6)) == (loss == Left("w0", "killed"))
+    assert job.view.orders.lease == Lease(4, holder, until=STEPS)
 
 
 def test_if_nobody_is_here_who_could_training_goes_on_and_the_version_is_kept() -> None:
@@ -116,21 +117,6 @@ def test_if_nobody_is_here_who_could_training_goes_on_and_the_version_is_kept() 
     job.come("s0", "w0", "w1")
     job.play(From("w1", Evaluates((EVERY,))), Left("w1", "killed"))
     assert job.view.orders.lease == Lease(4, "", until=STEPS)
-
-
-def test_a_standby_that_is_to_train_leaves_its_evaluation_to_another() -> None:
-    job = _begun("w0", "w1", "w2", "w3")
-    _reported(job, 5)
-    job.play(Left("w0", "killed"))
-    assert "w2" in job.view.assigned(6)
-    assert job.view.orders.lease == Lease(4, "w3", until=STEPS)
-
-
-def test_it_keeps_it_if_nobody_else_stands_by() -> None:
-    job = _begun()
-    _reported(job, 5)
-    job.play(Left("w0", "killed"))
-    assert job.view.orders.lease == Lease(4, "w2", until=STEPS)
 
 
 def test_the_view_that_replaces_a_lead_lost_in_its_evaluation_leases_that_version_to_another() -> None:

@@ -91,6 +91,14 @@ class Cluster:
         return {*self.view.primary.values()}
 
 
+def about_to_move(**given: int) -> Cluster:
+    """A third server has come, and has copies of what it is to get."""
+    cluster = Cluster(**given)
+    cluster.come("s2")
+    cluster.catch_up()
+    return cluster
+
+
 # ---- shards ----------------------------------------------------------------------------------------------------
 
 
@@ -111,9 +119,7 @@ def test_shards_that_have_caught_up_move_before_a_step_that_nobody_has_begun() -
 
 
 def test_one_who_does_not_say_it_holds_nobody_up_for_long() -> None:
-    cluster = Cluster(step=5)
-    cluster.come("s2")
-    cluster.catch_up()
+    cluster = about_to_move()
     cluster.tick(10.0)
     assert cluster.view.orders.handover == 7
     cluster.reach("w1", 7)
@@ -142,9 +148,7 @@ def test_a_server_that_leaves_waits_ten_seconds_for_the_end_of_a_step() -> None:
 
 
 def test_one_that_dies_is_not_waited_for() -> None:
-    cluster = Cluster(step=5)
-    cluster.come("s2")
-    cluster.catch_up()
+    cluster = about_to_move()
     cluster.reach("w1", 7)
     cluster.play(events.Left("w0", "it was killed"))
     assert cluster.view.orders.handover is None
@@ -152,9 +156,7 @@ def test_one_that_dies_is_not_waited_for() -> None:
 
 
 def test_the_word_of_an_earlier_generation_or_of_a_stranger_moves_nothing() -> None:
-    cluster = Cluster(step=5)
-    cluster.come("s2")
-    cluster.catch_up()
+    cluster = about_to_move()
     cluster.reach("w1", 7, ViewNumber(0, 1))
     cluster.reach("s0", 7)
     cluster.reach("w9", 7)
@@ -164,26 +166,20 @@ def test_the_word_of_an_earlier_generation_or_of_a_stranger_moves_nothing() -> N
 
 
 def test_a_word_that_is_too_high_counts_for_this_move_alone() -> None:
-    cluster = Cluster(step=5)
-    cluster.come("s2")
-    cluster.catch_up()
+    cluster = about_to_move()
     cluster.reach("w1", 30)
     assert cluster.machine.course.handover.reached == {"w1": 7}
 
 
 def test_a_new_home_that_dies_before_the_step_lets_everybody_go_on() -> None:
-    cluster = Cluster(step=5)
-    cluster.come("s2")
-    cluster.catch_up()
+    cluster = about_to_move()
     cluster.play(events.Left("s2", "it was killed"))
     assert cluster.view.orders.handover is None
     assert cluster.homes == {"s0", "s1"}
 
 
 def test_a_primary_that_dies_before_the_step_is_replaced_at_once() -> None:
-    cluster = Cluster(step=5, replication=2)
-    cluster.come("s2")
-    cluster.catch_up()
+    cluster = about_to_move(replication=2)
     assert cluster.view.orders.handover == 7
     generation = cluster.view.generation
     cluster.play(events.Left("s1", "it was killed"))
@@ -194,9 +190,7 @@ def test_a_primary_that_dies_before_the_step_is_replaced_at_once() -> None:
 
 @pytest.mark.parametrize("step", [37, 38, 39])
 def test_at_the_job_s_end_no_step_is_waited_for_that_does_not_come(step: int) -> None:
-    cluster = Cluster(step=step)
-    cluster.come("s2")
-    cluster.catch_up()
+    cluster = about_to_move(step=step)
     assert cluster.view.orders.handover in (None, step + 2 if step < 39 else 40)
     assert cluster.view.orders.handover is None or cluster.view.orders.handover <= 40
     if cluster.view.orders.handover is not None:
@@ -351,9 +345,7 @@ def test_a_third_server_that_has_caught_up_is_none_after_a_roll_back() -> None:
 
 
 def test_two_servers_leave_and_one_stays_and_the_first_may_die_at_once() -> None:
-    cluster = Cluster(step=5, replication=2)
-    cluster.come("s2")
-    cluster.catch_up()
+    cluster = about_to_move(replication=2)
     for version in range(6, 12):
         cluster.compute(version)
         cluster.reach_all(version + 1)

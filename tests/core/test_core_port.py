@@ -62,19 +62,15 @@ def test_the_pauses_of_a_step_do_not_count() -> None:
     assert found == pytest.approx(PORT, rel=0.02)
 
 
-def test_short_steps_say_nothing_of_the_port() -> None:
-    """A third of the time is spent sending: as a rate over all of the time that would be a third of what a port
-    carries."""
-    assert measured(Sending(lambda _: PORT / 3, lambda _: 0.33), seconds=30.0) == 0.0
-
-
-def test_the_peers_window_is_not_the_network() -> None:
-    assert measured(Sending(held=lambda _: 0.5), seconds=30.0) == 0.0
-
-
-def test_messages_on_a_long_way_say_nothing_while_none_waits() -> None:
-    """1 MB each 55 ms, acknowledged after 50: some bytes are on their way nearly always."""
-    assert measured(Sending(lambda _: 20e6, waits=lambda second: second % 0.055 < 0.003), seconds=30.0) == 0.0
+@pytest.mark.parametrize("sending", [
+    # a third of the time: as a rate over all of the time that would be a third of what a port carries
+    Sending(lambda _: PORT / 3, lambda _: 0.33),
+    Sending(held=lambda _: 0.5),
+    # 1 MB each 55 ms, acknowledged after 50: some bytes are on their way nearly always
+    Sending(lambda _: 20e6, waits=lambda second: second % 0.055 < 0.003),
+], ids=["short steps", "the peer's window", "messages on a long way while none waits"])  # fmt: skip
+def test_this_says_nothing_of_the_port(sending: Sending) -> None:
+    assert measured(sending, seconds=30.0) == 0.0
 
 
 def test_links_to_members_that_only_stand_by_change_nothing() -> None:

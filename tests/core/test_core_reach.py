@@ -214,17 +214,13 @@ def test_a_server_whose_shards_still_move_is_waited_for_and_given_up_when_they_n
     assert [refuse.member for refuse in _of(Refuse, beats.play(3 * HB, missed))] == ["s1"]
 
 
-def test_a_link_that_breaks_while_the_worker_computes_is_no_reason() -> None:
-    job = _job()
-    assert _Beats(job).play(10 * HB, {"w0": ["s1"]}, busy=["w0"]) == []
-
-
-def test_servers_that_cannot_reach_each_other_are_no_reason_while_a_worker_computes() -> None:
-    assert _Beats(_job()).play(10 * HB, {"s0": ["s1"], "s1": ["s0"]}, busy=["w1"]) == []
-
-
-def test_a_long_wait_with_all_links_sound_is_no_reason() -> None:
-    assert _Beats(_job()).play(20 * HB, {}) == []
+@pytest.mark.parametrize(("seconds", "missed", "busy"), [
+    (10 * HB, {"w0": ["s1"]}, ["w0"]), (10 * HB, {"s0": ["s1"], "s1": ["s0"]}, ["w1"]), (20 * HB, {}, []),
+    (300.0, {}, ["w0"]),
+], ids=["a link that breaks while its worker computes", "servers that cannot reach each other while a worker computes",
+        "a long wait with all links sound", "a slow worker that gets on"])  # fmt: skip
+def test_this_is_no_reason_to_set_anybody_apart(seconds: float, missed: Missed, busy: list[str]) -> None:
+    assert _Beats(_job()).play(seconds, missed, busy=busy) == []
 
 
 def test_a_member_that_is_silent_is_left_to_the_heartbeat() -> None:
@@ -258,10 +254,6 @@ def test_a_worker_whose_thread_hangs_while_all_others_wait_is_given_up_after_a_m
 
 def test_workers_that_are_busy_at_the_same_time_do_not_hang() -> None:
     assert _Beats(_job("s0", "s1", "w0", "w1", "w2")).play(1000.0, {}, hung=["w0", "w1"]) == []
-
-
-def test_a_slow_worker_that_gets_on_is_not_given_up() -> None:
-    assert _Beats(_job()).play(300.0, {}, busy=["w0"]) == []
 
 
 def test_where_steps_take_minutes_a_thread_may_take_ten_times_as_long() -> None:

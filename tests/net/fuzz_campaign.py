@@ -16,7 +16,6 @@ from fuzz_jobs import PATIENCE_S, POLICIES, WITH_AGGREGATOR, WORKERS, Cluster, r
 from fuzz_links import FakeServers
 from fuzz_members import ROLES, Faults, Possession, Recorder
 from fuzz_strangers import Liar, Stranger
-from fuzz_witness import Witness
 
 from rallypoint.core.job import JobRecord
 from rallypoint.core.protocol import NewView, Propose, decode
@@ -46,10 +45,8 @@ class Campaign:
         self.name, self.policy, self._tls = policy, (POLICIES | WITH_AGGREGATOR)[policy], certificates
         self.numbers = random.Random(f"{policy} {seed}")
         self.thrown: Counter[str] = Counter()
-        self.ends: Counter[str] = Counter()  # how jobs with possessed members end
         self.faults: list[str] = []
         self.corpus, self.script, self.undisturbed = Corpus(), list[Frame](), dict[str, str]()
-        self._witness = Witness()  # of the undisturbed job
 
     def _running(self, **options: Any) -> AbstractContextManager[Cluster]:
         return running(self.policy, certificates=self._tls, **options)
@@ -57,7 +54,7 @@ class Campaign:
     def record(self) -> None:
         """Run the job undisturbed: its frames are the models of all that follow."""
         recorder = Recorder(WORKERS[1])
-        with recorder.active(), self._witness.active(), self._running() as cluster:
+        with recorder.active(), self._running() as cluster:
             assert cluster.finish(), f"{self.name}: the undisturbed job hangs"
         assert not cluster.errors, cluster.errors
         self.corpus, self.script, self.undisturbed = recorder.corpus, recorder.to_worker, cluster.hashes
@@ -102,14 +99,14 @@ class Campaign:
     # ---- strangers, while the job is held and then goes on ----
 
     def _attack_from_outside(self, frames: dict[str, int], replication: int | None) -> None:
-        gate, here, witness = threading.Semaphore(0), threading.Semaphore(0), Witness()
+        gate, here = threading.Semaphore(0), threading.Semaphore(0)
 
         def held(worker: str, step: int) -> None:
             if step >= HELD_AT:
                 here.release()
                 assert gate.acquire(timeout=10 * PATIENCE_S)
 
-        with witness.active(), self._running(before_step=held, replication=replication) as cluster:
+        with self._running(before_step=held, replication=replication) as cluster:
             stranger = Stranger(cluster, self.corpus, self._seed())
             try:
                 assert all(here.acquire(timeout=PATIENCE_S) for _ in WORKERS), "the job does not begin"
@@ -127,8 +124,7 @@ class Campaign:
         assert all(one.counts[1] for one in cluster.aggregators), "the aggregator has sent nothing upstream"
         if self.policy.same:
             others = [id for id in WORKERS if cluster.hashes.get(id) != self.undisturbed[id]]
-            where = witness.differs_from(self._witness) if others else ""
-            assert not others, f"the job has other bytes on {' and '.join(others)}: {where}"
+            assert not others, f"the job has other bytes on {' and '.join(others)}"
 
     def _throw(self, which: str, frames: int, cluster: Cluster, stranger: Stranger, gate: threading.Semaphore) -> None:
         ways, before, left = self._ways(which, cluster, stranger), stranger.thrown, 6
@@ -190,8 +186,6 @@ class Campaign:
         with possession.active(), self._running() as cluster:
             ended = cluster.finish(_SHORT_S if lies else 2 * PATIENCE_S)
         self.thrown[which] += possession.thrown
-        end = "stopped" if not ended else "an error" if cluster.errors else "done"
-        self.ends[f"{which}: {end}"] += 1
         odd = {id: error for id, error in cluster.errors.items() if not _is_a_sentence(error)}
         assert not odd, f"a worker has failed: {odd!r}; {possession.last}"
         failures = [str(server._views.failure) for server in cluster.servers] + [str(cluster.coordinator._failure)]

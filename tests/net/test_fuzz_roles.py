@@ -1,7 +1,11 @@
-"""Mutated frames against every role, before and after the proof, under every policy: a short run of `fuzz_long.py`."""
+"""Mutated frames against every role, before and after the proof, under every policy.
+
+FRAMES=20000 in the environment (and `--timeout 0`) makes a long run of it, SEED=1 another one.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,8 +20,8 @@ from rallypoint.net.certificates import make_certificates
 from rallypoint.net.frames import Kind
 from rallypoint.server import member
 
-SEED = 20261122
-FRAMES = 150  # of each attack on each policy; strangers' connections cost the most
+SEED = int(os.environ.get("SEED", "20261122"))
+FRAMES = int(os.environ.get("FRAMES", "150"))  # of each attack on each policy; strangers' connections cost the most
 QUICK = [which for which in ATTACKS if which not in WHOLE_JOBS]
 LONG, LONG_OF = "server after, its coordinator", ("sync", "async", "all-reduce")  # nearly half a minute each
 IN_CI = {
@@ -73,7 +77,7 @@ def test_strangers_at_an_aggregator_change_nothing(tls: bool, tmp_path: Path) ->
 @pytest.mark.parametrize("policy", POLICIES)
 def test_decoders_decode_or_refuse(policy: str, campaign_of: Callable[[str], Campaign]) -> None:
     decoders = Decoders(campaign_of(policy), SEED)
-    decoders.attack(4000)
+    decoders.attack(max(4000, 27 * FRAMES))
     assert not decoders.faults
     assert len(decoders.thrown) == len(Kind)
 
@@ -90,5 +94,5 @@ def test_members_that_send_mutated_frames_too(policy: str, which: str, campaign_
     """A man in the middle with the keys may change or end a job: but with a sentence, and no member fails."""
     campaign = campaign_of(policy)
     faults = len(campaign.faults)
-    campaign.attack({which: 40})
+    campaign.attack({which: max(40, FRAMES // 60)})
     assert not campaign.faults[faults:]

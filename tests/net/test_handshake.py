@@ -207,17 +207,19 @@ def test_a_refusal_that_is_proved_is_believed(ends: tuple[Tapped, Tapped]) -> No
         join(near)
 
 
-def test_squatter_a_listener_without_the_token_is_not_believed(ends: tuple[Tapped, Tapped]) -> None:
-    """He takes any proof for right, and welcomes with settings of his own."""
+@pytest.mark.parametrize("reflects", [False, True], ids=["squatter", "reflection"])
+def test_a_listener_without_the_token_is_not_believed(ends: tuple[Tapped, Tapped], reflects: bool) -> None:
+    """He takes any proof for right, and welcomes with settings of his own. His proof is nothing, or the dialer's own of
+    its Hello: the two sides prove with different keys."""
     near, far = ends
 
-    def squat() -> None:
+    def welcome() -> None:
         far.send(frame(Kind.CHALLENGE, encode(Challenge(bytes(32), "coordinator", ""))))
         head = receive(far, HEADER_BYTES)
-        receive(far, int.from_bytes(head[40:44], "little"))
-        far.send(frame(Kind.WELCOME, encode(Welcome(folder="/home/victim")) + bytes(PROOF_BYTES)))
+        proof = receive(far, int.from_bytes(head[40:44], "little"))[-PROOF_BYTES:] if reflects else bytes(PROOF_BYTES)
+        far.send(frame(Kind.WELCOME, encode(Welcome(folder="/home/victim")) + proof))
 
-    with Beside(squat), pytest.raises(UnprovenPeer, match=r"^gate welcomes worker w0 without proving"):
+    with Beside(welcome), pytest.raises(UnprovenPeer, match=r"^gate welcomes worker w0 without proving"):
         join(near)
 
 
@@ -474,20 +476,6 @@ def test_replayed_handshake_a_hello_is_good_for_one_challenge_only() -> None:
         end.close()
 
 
-def test_reflection_the_dialer_s_own_proof_proves_nothing_to_it(ends: tuple[Tapped, Tapped]) -> None:
-    """The listener sends the proof of the Hello back, as its own: the two sides prove with different keys."""
-    near, far = ends
-
-    def reflect() -> None:
-        far.send(frame(Kind.CHALLENGE, encode(Challenge(bytes(32), "coordinator", ""))))
-        head = receive(far, HEADER_BYTES)
-        proof = receive(far, int.from_bytes(head[40:44], "little"))[-PROOF_BYTES:]
-        far.send(frame(Kind.WELCOME, encode(Welcome()) + proof))
-
-    with Beside(reflect), pytest.raises(UnprovenPeer):
-        join(near)
-
-
 def test_reflection_a_listener_does_not_greet_itself() -> None:
     """A relay connects a listener's two connections with each other: nobody proves anything."""
     transport = InprocTransport()
@@ -559,26 +547,16 @@ def test_a_hello_without_a_nonce_is_refused(ends: tuple[Tapped, Tapped], monkeyp
 # ---- who says something else, or nothing -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.HELLO}))
-def test_a_frame_before_the_greeting_is_refused(ends: tuple[Tapped, Tapped], kind: Kind) -> None:
+@pytest.mark.parametrize(("said", "why"), [
+    *((pack(Header(kind)), rf"sent a {kind.name} frame before its HELLO") for kind in sorted(set(Kind) - {Kind.HELLO})),
+    *((frame(Kind.HELLO, bytes(length)), f"a HELLO frame of {length} bytes: it has no proof")
+      for length in (0, 1, PROOF_BYTES - 1)),
+    (b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n", "is this another program's connection"),
+])  # fmt: skip
+def test_what_is_no_greeting_is_refused(ends: tuple[Tapped, Tapped], said: bytes, why: str) -> None:
     near, far = ends
-    near.send(pack(Header(kind)))
-    with pytest.raises(ProtocolError, match=rf"sent a {kind.name} frame before its HELLO"):
-        greet(far, ME)
-
-
-@pytest.mark.parametrize("length", [0, 1, PROOF_BYTES - 1])
-def test_a_greeting_too_short_for_a_proof_is_refused(ends: tuple[Tapped, Tapped], length: int) -> None:
-    near, far = ends
-    near.send(frame(Kind.HELLO, bytes(length)))
-    with pytest.raises(ProtocolError, match=f"a HELLO frame of {length} bytes: it has no proof"):
-        greet(far, ME)
-
-
-def test_garbage_instead_of_a_greeting_is_refused(ends: tuple[Tapped, Tapped]) -> None:
-    near, far = ends
-    near.send(b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n")
-    with pytest.raises(ProtocolError, match="is this another program's connection"):
+    near.send(said)
+    with pytest.raises(ProtocolError, match=why):
         greet(far, ME)
 
 

@@ -33,6 +33,7 @@ from rallypoint.server.reducer import Reducer
 from rallypoint.server.service import ServerService
 from rallypoint.store.record import ShardRecord, encode_record
 from support.beside import until
+from support.gathering import Roles
 from support.transports import receive
 
 PATIENCE_S = 10.0
@@ -46,7 +47,7 @@ def reducer(job: Job, server: int = 0) -> Reducer:
     return found
 
 
-class Job:
+class Job(Roles):
     """A running job of one worker, whose part the test plays, and two servers.
 
     `replication` is 1 (no backups) for a mode that has none. LinkError with the coordinator's sentence when it refuses
@@ -54,17 +55,8 @@ class Job:
     """
 
     def __init__(self, proposed: JobRecord | None = None, *, replication: int = 2) -> None:
-        self.transport = InprocTransport()
-        # With this heartbeat no member is given up because the test says nothing for a while.
-        terms = Terms(servers=2, replication=replication, heartbeat=10 * PATIENCE_S)
-        self.coordinator = CoordinatorService(terms=terms, bind="coordinator:0", transport=self.transport)
-        self.coordinator.start()
-        self.servers = [
-            ServerService(id=id, coordinator=self.coordinator.address, bind="server:0", transport=self.transport)
-            for id in ("server0", "server1")
-        ]
-        for server in self.servers:
-            server.start()
+        super().__init__(servers=2, replication=replication)
+        self.add_servers(2)
         self.channels: list[Channel] = []
         self.record = proposed or record()
         try:
@@ -148,9 +140,7 @@ class Job:
     def close(self) -> None:
         for channel in self.channels:
             channel.close()
-        for server in self.servers:
-            server.close()
-        self.coordinator.close()
+        super().close()
 
 
 def job_of(make: Callable[[], Job]) -> Any:

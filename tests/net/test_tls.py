@@ -196,13 +196,19 @@ def test_a_listener_whose_certificate_is_no_good_is_told_so(
     assert f"does not accept this member's certificate: {said}" in line
 
 
-def test_without_a_certificate_nobody_gets_in(
-    door: Door, certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
-) -> None:
+def context_of(certificates: Path, opened: contextlib.ExitStack, door: Door) -> tuple[ssl.SSLContext, socket.socket]:
+    """A client of openssl that believes the listener, and a connection to it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.load_verify_locations(certificates / "worker" / CA)
     sock = opened.enter_context(socket.create_connection(split_address(door.address), PATIENCE_S))
+    return context, sock
+
+
+def test_without_a_certificate_nobody_gets_in(
+    door: Door, certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    context, sock = context_of(certificates, opened, door)
     with context.wrap_socket(sock) as wrapped, pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
         wrapped.recv(1)
     until(lambda: "has no certificate, and this job needs one: give it --tls" in caplog.text)
@@ -211,11 +217,8 @@ def test_without_a_certificate_nobody_gets_in(
 def test_tls_before_1_3_is_refused(
     door: Door, certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.load_verify_locations(certificates / "worker" / CA)
+    context, sock = context_of(certificates, opened, door)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    sock = opened.enter_context(socket.create_connection(split_address(door.address), PATIENCE_S))
     with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
         context.wrap_socket(sock)
     until(lambda: "unsupported protocol" in caplog.text)
@@ -615,11 +618,9 @@ def test_a_payload_that_changes_under_tls_ends_the_link(certificates: Path, open
 def test_another_version_inside_tls_is_told_to_both_sides(
     door: Door, certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    context = ssl.create_default_context(cafile=certificates / "worker" / CA)
-    context.check_hostname = False
+    context, sock = context_of(certificates, opened, door)
     context.load_cert_chain(certificates / "worker" / CERTIFICATE, certificates / "worker" / KEY)
     context.set_alpn_protocols(["rallypoint/10"])
-    sock = opened.enter_context(socket.create_connection(split_address(door.address), PATIENCE_S))
     with context.wrap_socket(sock) as older, contextlib.suppress(OSError):
         assert older.recv(1) == b""
     until(lambda: "speaks another version of Rallypoint's TLS" in caplog.text)

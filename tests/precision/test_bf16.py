@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-
-from gathering import DATA, SETTINGS, Once, build, gathering, loss_of, reference_hash
 
 from rallypoint.codec.spec import Bf16, Raw
 from rallypoint.config import resolve
@@ -29,6 +23,7 @@ from rallypoint.testing.reference import plain_optimizer, tree_sum
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
 from support.beside import until
+from support.gathering import DATA, SETTINGS, Once, build, gathering, loss_of, reference_hash
 
 BF16 = torch.bfloat16
 HELD: dict[str, Any] = {"precision": "bf16", "memory.hold": "bf16", "clip": None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ import torch._dynamo
 import torch._inductor.config
 from torch._dynamo.utils import counters
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-
-from gathering import DATA, SETTINGS, build, gathering, loss_of
-
 from rallypoint.config import resolve
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
+from support.gathering import DATA, SETTINGS, build, gathering, loss_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a compiler for C++ takes a minute of a core
 

@@ -5,17 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-
-from gathering import DATA, SETTINGS, Gathering, Once, build, gathering, loss_of
 
 from rallypoint.codec.spec import Bf16, Fp16, Int8
 from rallypoint.config import resolve
@@ -32,6 +27,7 @@ from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.reference import loss_scales
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 from support.beside import until
+from support.gathering import DATA, SETTINGS, Gathering, Once, build, gathering, loss_of
 
 SCALING = LossScaling(init_scale=1024.0, growth_interval=3)
 FP16: dict[str, Any] = {"precision": "fp16", "loss_scale": SCALING, "steps": 14}

@@ -6,18 +6,12 @@ import itertools
 import logging
 import math
 import queue
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-
-from gathering import DATA, SETTINGS, build, gathering, loss_of, reference_hash
 
 from rallypoint.config import resolve
 from rallypoint.core.policy import LocalSteps
@@ -28,6 +22,7 @@ from rallypoint.testing.reference import train_reference
 from rallypoint.worker.loop import session
 from rallypoint.worker.tensors import weights_hash
 from support.beside import until
+from support.gathering import DATA, SETTINGS, build, gathering, loss_of, reference_hash
 
 STEP, REPLICA = 3, 2
 LEFT_OUT = f"step {STEP} of replica {REPLICA} is skipped: its loss"

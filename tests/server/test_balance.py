@@ -6,12 +6,12 @@ import logging
 from typing import Any
 
 import pytest
-from gathering import Gathering, Once, gathering, reference_hash
 
 from rallypoint.net.frames import Header, Kind
 from rallypoint.server.intake import Intake
 from rallypoint.server.parts import PayloadTickets
 from support.beside import until
+from support.gathering import Gathering, Once, gathering, reference_hash
 
 
 class Credits:

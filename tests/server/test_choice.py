@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 
 import pytest
-from gathering import Once, gathering
 from one_server import FIRST, OneServer
 
 from rallypoint.config import resolve
 from rallypoint.core.policy import Sync
 from rallypoint.net.frames import Kind
-from support.beside import until
+from support.gathering import Once, gathering
 
 
 def test_a_worker_may_send_on_while_its_contributions_wait_for_the_one_that_was_chosen_first() -> None:
@@ -39,16 +38,9 @@ def test_a_server_lost_in_the_middle_of_a_quorum_s_step_costs_no_roll_back_and_l
 ) -> None:
     caplog.set_level(logging.CRITICAL, logger="rallypoint")
     with gathering(2, replication=2, workers_start=2, workers_max=2) as cluster:
-
-        def lose_server() -> None:
-            until(lambda: cluster.coordinator._shell.machine.exposed == 0, "some shards never had a backup")
-            cluster.servers[victim].close()
-
-        lose = Once(4, 1, lose_server)
-        for _ in range(2):
-            cluster.add_worker(
-                lose, sync=Sync(quorum=4), **{"network.hold_bytes": 0}
-            )  # of 4: in the order in which they come
+        lose = Once(4, 1, lambda: cluster.safely_lose(victim))
+        for _ in range(2):  # a quorum of 4 of 4: in the order in which they come
+            cluster.add_worker(lose, sync=Sync(quorum=4), **{"network.hold_bytes": 0})
         first, second = [worker.result() for worker in cluster.workers]
         assert lose.done
         assert first == second

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from support.beside import until
+from support.gathering import Gathering, gathering, reference_hash
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gathering import Gathering, gathering, reference_hash
 
 
 def _credits_are_kept_back(cluster: Gathering) -> bool:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gathering import DATA, SETTINGS, Gathering, Once, Worker, build, gathering, loss_of, reference_hash
 
-from rallypoint.codec.spec import Bf16, Int8, TopK
+from rallypoint.codec.spec import Bf16, TopK
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps
 from rallypoint.core.protocol import Aborted, Applied, Members, Report, Snapshotted, SnapshotWanted
@@ -25,8 +24,8 @@ from rallypoint.store import files
 from rallypoint.store.manifest import Manifest, age
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.worker.loop.session import Job
 from support.beside import until
+from support.gathering import DATA, SETTINGS, Gathering, Once, Worker, build, gathering, loss_of, reference_hash
 
 
 @pytest.fixture(autouse=True)
@@ -39,22 +38,13 @@ def undisturbed() -> str:
     return reference_hash()
 
 
-@pytest.mark.some("2")
-@pytest.mark.parametrize("workers", [1, 2])
-def test_undisturbed_it_is_the_loop_in_plain_pytorch(undisturbed: str, workers: int) -> None:
-    with gathering(2, replication=2, workers_start=workers, workers_max=workers) as cluster:
-        for _ in range(workers):
-            cluster.add_worker()
-        assert [worker.result() for worker in cluster.workers] == [undisturbed] * workers
-
-
 @pytest.mark.some("0")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_server_lost_in_the_middle_of_a_step_changes_no_byte_and_rolls_nothing_back(
     undisturbed: str, victim: int
 ) -> None:
     with gathering(2, replication=2, workers_start=2, workers_max=2) as cluster:
-        lose = Once(4, 1, lambda: safely_lose(cluster, victim))
+        lose = Once(4, 1, lambda: cluster.safely_lose(victim))
         for _ in range(2):
             cluster.add_worker(lose)
         assert [worker.result() for worker in cluster.workers] == [undisturbed] * 2
@@ -63,21 +53,15 @@ def test_a_server_lost_in_the_middle_of_a_step_changes_no_byte_and_rolls_nothing
         assert [said for said in cluster.sentences() if said.startswith(f"server{victim} is gone: ")]
 
 
-def safely_lose(cluster: Gathering, victim: int) -> None:
-    """Once every shard is on two servers: what is lost before has not been promised."""
-    until(lambda: cluster.coordinator._shell.machine.exposed == 0, "some shards never had a backup in step")
-    cluster.servers[victim].close()
-
-
 @pytest.mark.slow
 def test_a_server_that_joins_is_given_shards_and_outlives_the_one_it_took_them_from(undisturbed: str) -> None:
     with gathering(2, replication=2) as cluster:
 
         def replace() -> None:
-            safely_lose(cluster, 0)
+            cluster.safely_lose(0)
             cluster.add_servers(1)
             until(lambda: "server2" in {member.id for member in view(cluster).servers})
-            safely_lose(cluster, 1)
+            cluster.safely_lose(1)
 
         swap = Once(3, 2, replace)
         worker = cluster.add_worker(swap)
@@ -99,7 +83,7 @@ def test_a_server_that_hands_over_leaves_no_shard_with_one_copy_and_who_took_ove
         def lose() -> None:
             until(lambda: "server0" not in view(cluster).holders, "server0 still has shards")
             exposed[:] = announced(cluster)[exposed[0] :]
-            safely_lose(cluster, 1)
+            cluster.safely_lose(1)
 
         told, lost = Once(2, 1, go), Once(7, 1, lose)
         for _ in range(2):
@@ -126,25 +110,17 @@ def view(cluster: Gathering) -> Any:
 def test_when_the_newest_snapshot_is_damaged_the_one_before_it_gives_the_same_bytes(
     undisturbed: str, tmp_path: Path, damage: str
 ) -> None:
-    with gathering(1, tmp_path) as cluster:
-        damaged: list[str] = []
+    damaged: list[str] = []
 
-        def lose() -> None:
-            newest = a_second_snapshot(cluster, tmp_path)
-            file = newest / "manifest.json" if damage == "the manifest" else next(newest.glob("*.shards"))
-            data = bytearray(file.read_bytes())
-            data[len(data) // 2] ^= 4
-            file.write_bytes(data)
-            damaged.append(newest.name)
-            cluster.servers[0].close()
-            cluster.add_servers(1)
+    def flip(newest: Path) -> None:
+        file = newest / "manifest.json" if damage == "the manifest" else next(newest.glob("*.shards"))
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 4
+        file.write_bytes(data)
+        damaged.append(newest.name)
 
-        ask, trap = Once(1, 0, lambda: ask_for_a_snapshot(cluster)), Once(6, 3, lose)
-        worker = cluster.add_worker(lambda step, replica: (ask(step, replica), trap(step, replica))[1])
-        assert worker.result() == undisturbed
-        sentences = cluster.sentences()
-        assert [said for said in sentences if said.startswith(f"snapshot {damaged[0]} is damaged: file ")], sentences
-        assert [said for said in sentences if said.startswith("going on from snapshot step-00000000-")], sentences
+    said = said_without_the_newest_snapshot(undisturbed, tmp_path, flip)
+    assert [one for one in said if one.startswith(f"snapshot {damaged[0]} is damaged: file ")], said
 
 
 def test_when_the_newest_snapshot_is_damaged_after_it_was_verified_the_one_before_it_gives_the_same_bytes(
@@ -159,20 +135,28 @@ def test_when_the_newest_snapshot_is_damaged_after_it_was_verified_the_one_befor
             file.write_bytes(bytes(byte ^ 4 for byte in file.read_bytes()))
         return read(self, manifest, shards)
 
-    with gathering(1, tmp_path) as cluster:
+    said = said_without_the_newest_snapshot(
+        undisturbed, tmp_path, lambda newest: monkeypatch.setattr(SnapshotStore, "read", reads)
+    )
+    assert [one for one in said if f"cannot go on from snapshot {damaged[0]}: " in one], said
+
+
+def said_without_the_newest_snapshot(undisturbed: str, folder: Path, damage: Callable[[Path], object]) -> list[str]:
+    """The only server is lost when there are two snapshots, and the newest is damaged: what the coordinator says."""
+    with gathering(1, folder) as cluster:
 
         def lose() -> None:
-            a_second_snapshot(cluster, tmp_path)
-            monkeypatch.setattr(SnapshotStore, "read", reads)
+            until(lambda: len(committed(folder)) >= 2 and len(cluster.heard(Snapshotted)) >= 2, "there are no two")
+            damage(committed(folder)[-1])
             cluster.servers[0].close()
             cluster.add_servers(1)
 
         ask, trap = Once(1, 0, lambda: ask_for_a_snapshot(cluster)), Once(6, 3, lose)
         worker = cluster.add_worker(lambda step, replica: (ask(step, replica), trap(step, replica))[1])
         assert worker.result() == undisturbed
-        sentences = cluster.sentences()
-        assert [said for said in sentences if f"cannot go on from snapshot {damaged[0]}: " in said], sentences
-        assert [said for said in sentences if said.startswith("going on from snapshot step-00000000-")], sentences
+        said = cluster.sentences()
+        assert [one for one in said if one.startswith("going on from snapshot step-00000000-")], said
+        return said
 
 
 def test_a_store_that_does_not_answer_for_a_moment_while_shards_are_restored_costs_no_job(
@@ -207,33 +191,10 @@ def ask_for_a_snapshot(cluster: Gathering) -> None:
     until(lambda: cluster.servers[0]._reducer.capture.snapshot != before, "the server was never asked")
 
 
-def a_second_snapshot(cluster: Gathering, folder: Path) -> Path:
-    """The newest snapshot, beside that of version 0, once it is whole."""
-    until(lambda: len(committed(folder)) >= 2 and len(cluster.heard(Snapshotted)) >= 2, "there are no two snapshots")
-    return committed(folder)[-1]
-
-
 def committed(folder: Path) -> list[Path]:
     """The snapshots that have a manifest, oldest first."""
     found = [path.parent for path in folder.glob("step-*/manifest.json")]
     return sorted(found, key=lambda path: age(path.name) or (-1, -1))
-
-
-@pytest.mark.some("bf16 both ways")
-@pytest.mark.parametrize(
-    "settings",
-    [{"codec": Int8(block=32)}, {"codec": Bf16(), "down": Bf16()}, {"codec": TopK(ratio=0.25, sampled=False)}],
-    ids=["int8", "bf16 both ways", "topk"],
-)
-def test_compressed_contributions_give_the_same_bytes_with_two_workers(settings: dict[str, Any]) -> None:
-    hashes = []
-    for workers in (1, 2):
-        with gathering(2, workers_start=workers, workers_max=workers) as cluster:
-            for _ in range(workers):
-                cluster.add_worker(**settings)
-            hashes += [worker.result() for worker in cluster.workers]
-    assert len(set(hashes)) == 1
-    assert hashes[0] != reference_hash()
 
 
 @pytest.mark.slow
@@ -279,21 +240,12 @@ def test_a_server_that_cannot_apply_an_update_ends_the_job_with_a_sentence(monke
 @pytest.mark.slow
 def test_servers_end_with_their_job_and_say_why(undisturbed: str) -> None:
     with gathering(0, servers=2) as cluster:
-        named = [
-            ServerService(
-                id=f"s{i}", coordinator=cluster.coordinator.address, bind="server:0", transport=cluster.transport
-            )
-            for i in range(2)
-        ]
         worker = cluster.add_worker()
-        assert run_servers(named) is None
+        assert run_servers([cluster.server(f"s{i}") for i in range(2)]) is None
         assert worker.result() == undisturbed
     with gathering(1) as cluster:
-        server = ServerService(
-            id="extra", coordinator=cluster.coordinator.address, bind="server:0", transport=cluster.transport
-        )
         cluster.add_worker(Once(1, 1, lambda: cluster.coordinator.abort("enough")))
-        assert run_servers([server]) == "enough"
+        assert run_servers([cluster.server("extra")]) == "enough"
 
 
 def test_a_server_without_a_coordinator_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +257,7 @@ def test_a_server_without_a_coordinator_leaves_nothing_behind(monkeypatch: pytes
 
 def test_the_ledger_has_every_step_with_all_of_its_contributions(undisturbed: str, tmp_path: Path) -> None:
     with gathering(2, replication=2, workers_start=2, workers_max=2) as cluster:
-        lose = Once(4, 1, lambda: safely_lose(cluster, 0))
+        lose = Once(4, 1, lambda: cluster.safely_lose(0))
         for _ in range(2):
             cluster.add_worker(lose)
         entries: list[Applied] = []
@@ -417,13 +369,12 @@ def test_a_server_that_was_sent_one_record_never_computes_with_another() -> None
     """The only worker dies before its first weights are there; another member leaves; then comes another record."""
     with gathering(1) as cluster:
         course = cluster.coordinator._shell.machine.course
-        joins = {"coordinator": cluster.coordinator.address, "transport": cluster.transport}
-        first = Job(id="first", **joins)
+        first = cluster.member("first")
         first.train(build(), DATA, **{**SETTINGS, "optimizer": SGD(lr=0.5)})
         first._link.close()  # as if the process were killed
         first.close()
         until(lambda: "first" not in course.members.workers)
-        second = Job(id="second", **joins)
+        second = cluster.member("second")
         until(lambda: "second" in course.members.workers)
         second.close()
         until(lambda: "second" not in course.members.workers)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from gathering import DATA, SETTINGS, build, gathering, loss_of
 
 from rallypoint.config import resolve
 from rallypoint.core.layout import TensorSpec, build_layout
@@ -23,6 +22,7 @@ from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash
 from support.beside import until
+from support.gathering import DATA, SETTINGS, build, gathering, loss_of
 
 STEP, REPLICA = 3, 2
 LAST = SETTINGS["steps"] - 1

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gathering import Once, gathering, reference_hash
 from one_server import FIRST, LAYOUT, SECOND, OneServer
 
 from rallypoint.codec.spec import Int8
@@ -25,6 +24,7 @@ from rallypoint.store import files
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
 from support.beside import until
+from support.gathering import Once, gathering, reference_hash
 
 THIRD = ViewNumber(1, 3)
 AN_HOUR_S = 3600.0

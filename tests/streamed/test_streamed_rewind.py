@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +11,8 @@ import rallypoint as rp
 from rallypoint.errors import NO_SNAPSHOT, JobAborted
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.tensors import weights_hash
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "worker"))
-
-from test_rewind import Cluster, Once, Trap, Where, build, cluster, loss_of
+from support.rewinds import Cluster, Once, Trap, Where, build, cluster, loss_of
+from support.training import finish
 
 __all__ = ["cluster"]  # the fixture
 
@@ -84,9 +80,7 @@ def test_an_evaluation_is_given_up_in_a_roll_back_and_done_again(
                 loss_of(model, data[:])
             done.append(weights_hash(model))
 
-        for micro in run:
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
+        finish(run, model, loss_of)
     assert begun == [3, 3, 6], "the first was given up"
     assert len(done) == 2
     assert done[-1] == undisturbed

@@ -13,19 +13,10 @@ from test_watch_run import address_of, long
 
 from rallypoint.launch.folder import COORDINATOR_LOCK
 from support.browser import NAMES, Tab, browser, executable
+from support.members import script
 from support.programs import Program
 
-SCRIPT = """
-import pathlib, time, torch, rallypoint as rp
-torch.manual_seed(0)
-model, data = torch.nn.Linear(4, 1), torch.utils.data.TensorDataset(torch.randn(64, 4))
-with rp.join() as job:
-    for micro in job.train(model, data, replicas=2, batch=4, steps=30):
-        while micro.step >= len(pathlib.Path("open").read_bytes()):
-            time.sleep(0.01)
-        with micro:
-            micro.backward(model(micro.batch[0]).square().mean())
-"""
+WAITS = 'while micro.step >= len(pathlib.Path("open").read_bytes()): time.sleep(0.01)'
 STEPS = 30
 
 pytestmark = [
@@ -36,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Program]:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(script(30, before=WAITS))
     opened(tmp_path, 5)
     argv = ["-m", "rallypoint.cli", "run", "--watch", "--workers", "2", "--servers", "1", "--folder", "job", "train.py"]
     program = Program(argv, tmp_path / "out", {**os.environ, "COLUMNS": "200"}, tmp_path)

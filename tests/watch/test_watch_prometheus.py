@@ -24,6 +24,7 @@ import yaml
 import rallypoint.watch
 from rallypoint.watch.metrics import MEASURES
 from support.beside import until
+from support.members import script
 
 SHIPPED = Path(rallypoint.watch.__file__).parent / "prometheus"
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
@@ -107,15 +108,6 @@ def test_the_docs_name_what_is_measured(name: str) -> None:
 
 # ---- a real Prometheus, and a real run ----
 
-SCRIPT = """
-import torch, rallypoint as rp
-torch.manual_seed(0)
-model, data = torch.nn.Linear(4, 1), torch.utils.data.TensorDataset(torch.randn(64, 4))
-with rp.join() as job:
-    for micro in job.train(model, data, replicas=2, batch=4, steps=10**6):
-        with micro:
-            micro.backward(model(micro.batch[0]).square().mean())
-"""
 
 
 class Asked:
@@ -172,7 +164,7 @@ def begun(events: Path, run: subprocess.Popen[bytes], told: Callable[[], str]) -
 @pytest.mark.slow
 @needs_prometheus
 def test_a_prometheus_scrapes_every_role_and_forgets_them_with_the_run(folder: Path) -> None:
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(script(10**6))
     (folder / "targets").mkdir()
     argv = [sys.executable, "-m", "rallypoint.cli", "run", "--workers", "2", "--servers", "2", "--aggregators", "1",
             "--metrics", "targets", "--folder", "job", "train.py"]  # fmt: skip

@@ -24,20 +24,10 @@ from rallypoint.launch.options import RunOptions
 from rallypoint.watch.app import HEADER
 from rallypoint.watch.follow import EVENTS
 from support.beside import until
+from support.members import script
 from support.programs import Program
 
-SCRIPT = """
-import pathlib, time, torch, rallypoint as rp
-torch.manual_seed(0)
-model, data = torch.nn.Linear(4, 1), torch.utils.data.TensorDataset(torch.randn(64, 4))
-with rp.join() as job:
-    for micro in job.train(model, data, replicas=2, batch=4, steps=8):
-        if micro.step == 5:
-            while not pathlib.Path("gate").exists():
-                time.sleep(0.01)
-        with micro:
-            micro.backward(model(micro.batch[0]).square().mean())
-"""
+WAITS = 'while micro.step == 5 and not pathlib.Path("gate").exists(): time.sleep(0.01)'
 
 
 def long(happened: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -81,7 +71,7 @@ def test_in_a_terminal_the_page_is_served_unless_an_option_says_no(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Program]:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(script(8, before=WAITS))
     argv = ["-m", "rallypoint.cli", "run", "--watch", "--servers", "1", "--folder", "job", "train.py"]
     program = Program(argv, tmp_path / "out", {**os.environ, "COLUMNS": "200"}, tmp_path)
     yield program

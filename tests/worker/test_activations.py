@@ -11,9 +11,9 @@ import torch
 import rallypoint as rp
 from rallypoint.config import JobConfig
 from rallypoint.errors import ModelError
-from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.module_hooks import Activations, blocks_of
 from rallypoint.worker.tensors import weights_hash
+from support.training import train
 
 
 def block(width: int = 8) -> torch.nn.Sequential:
@@ -97,11 +97,7 @@ def test_a_job_with_less_memory_ends_with_the_same_bytes() -> None:
 
     def trained(**more: Any) -> str:
         net = Net()
-        with EmbeddedJob() as job:
-            run = job.train(net, data, replicas=2, batch=4, steps=4, optimizer=rp.SGD(lr=0.1), **more)
-            for micro in run:
-                with micro:
-                    micro.backward(net(micro.batch[0]).square().mean())
+        train(net, data, replicas=2, steps=4, optimizer=rp.SGD(lr=0.1), **more)
         assert all("forward" not in vars(module) for module in net.modules())
         return weights_hash(net)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rallypoint.core.shard.events import Contribute, Initialise
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.errors import ConfigError, JobAborted, ModelError, UsageError
 from rallypoint.worker.tensors import MOST_BYTES, Carried, Carry, ModelTensors
+from support.training import Look, Loss, square, train
 
 CPU = torch.device("cpu")
 
@@ -106,71 +108,66 @@ def test_a_server_takes_a_state_from_its_replica_alone() -> None:
 # ---- whole jobs, in this process ----
 
 
-def _run(job: rp.Job, steps: int = 4, **settings: object) -> rp.Run:
+def _train(inside: Look, loss: Loss = square, **settings: Any) -> None:
     torch.manual_seed(1)
-    model = torch.nn.Linear(2, 1)
     data = torch.utils.data.TensorDataset(torch.randn(16, 2))
-    return job.train(model, data, replicas=2, batch=2, steps=steps, optimizer=rp.SGD(lr=0.1), **settings)
-
-
-def _loss(run: rp.Run, micro: rp.Micro) -> torch.Tensor:
-    return run._parts.model(micro.batch[0]).square().mean()
+    given = {"replicas": 2, "batch": 2, "steps": 4, "optimizer": rp.SGD(lr=0.1), **settings}
+    train(torch.nn.Linear(2, 1), data, loss, inside=inside, **given)
 
 
 def test_a_state_that_is_not_set_stays() -> None:
     seen = []
-    with rp.join() as job:
-        run = _run(job, carry=torch.tensor(0))
-        for micro in run:
-            with micro:
-                seen.append((micro.step, micro.replica, int(micro.carry)))
-                if micro.replica == 1:
-                    micro.carry = micro.carry + 1
-                    assert int(micro.carry) == micro.step + 1, "what has just been set"
-                micro.backward(_loss(run, micro))
+
+    def look(micro: rp.Micro) -> None:
+        seen.append((micro.step, micro.replica, int(micro.carry)))
+        if micro.replica == 1:
+            micro.carry = micro.carry + 1
+            assert int(micro.carry) == micro.step + 1, "what has just been set"
+
+    _train(look, carry=torch.tensor(0))
     assert seen == [(step, replica, step * replica) for step in range(4) for replica in range(2)]
 
 
 def test_micro_batches_of_one_replica_follow_one_another() -> None:
     seen = []
-    with rp.join() as job:
-        run = _run(job, accumulate=2, carry=torch.tensor(0))
-        for micro in run:
-            with micro:
-                seen.append(int(micro.carry))
-                micro.carry = micro.carry + 1
-                micro.backward(_loss(run, micro))
+
+    def count(micro: rp.Micro) -> None:
+        seen.append(int(micro.carry))
+        micro.carry = micro.carry + 1
+
+    _train(count, accumulate=2, carry=torch.tensor(0))
     assert seen == [2 * step + index for step in range(4) for _ in range(2) for index in range(2)]
 
 
 def test_a_state_that_is_not_finite_stops_the_job_and_is_named() -> None:
-    with pytest.raises(JobAborted, match=r"carry\[1\]"), rp.join() as job:  # noqa: PT012
-        run = _run(job, carry=torch.zeros(3))
-        for micro in run:
-            with micro:
-                micro.carry = torch.full((3,), math.inf if micro.step == 2 and micro.replica == 1 else 1.0)
-                micro.backward(_loss(run, micro))
+    def diverge(micro: rp.Micro) -> None:
+        micro.carry = torch.full((3,), math.inf if micro.step == 2 and micro.replica == 1 else 1.0)
+
+    with pytest.raises(JobAborted, match=r"carry\[1\]"):
+        _train(diverge, carry=torch.zeros(3))
 
 
 def test_a_step_that_is_skipped_leaves_what_replicas_carry() -> None:
     seen = []
-    with rp.join() as job:
-        run = _run(job, nonfinite="skip", carry=torch.tensor(0))
-        for micro in run:
-            with micro:
-                seen.append(int(micro.carry))
-                micro.carry = micro.carry + 1
-                micro.backward(_loss(run, micro) * (math.nan if micro.step == 1 and micro.replica == 0 else 1.0))
-    assert seen == [0, 0, 1, 1, 1, 1, 2, 2]
+
+    def count(micro: rp.Micro) -> None:
+        seen.append(((micro.step, micro.replica), int(micro.carry)))
+        micro.carry = micro.carry + 1
+
+    def loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        return square(model, batch) * (math.nan if seen[-1][0] == (1, 0) else 1.0)
+
+    _train(count, loss, nonfinite="skip", carry=torch.tensor(0))
+    assert [carried for _, carried in seen] == [0, 0, 1, 1, 1, 1, 2, 2]
 
 
 def test_a_job_without_carry_and_a_wrong_place_are_told_apart() -> None:
-    with rp.join() as job:
-        run = _run(job, steps=1)
-        for micro in run:
-            with micro:
-                with pytest.raises(UsageError, match=r"give job.train\(carry=...\)"):
-                    _ = micro.carry
-                micro.backward(_loss(run, micro))
-            with pytest.raises(UsageError, match="outside of `with micro:`"):
-                micro.carry = torch.tensor(0)
+    def look(micro: rp.Micro) -> None:
+        with pytest.raises(UsageError, match=r"give job.train\(carry=...\)"):
+            _ = micro.carry
+
+    def set_it(micro: rp.Micro) -> None:
+        with pytest.raises(UsageError, match="outside of `with micro:`"):
+            micro.carry = torch.tensor(0)
+
+    _train(look, steps=1, after=set_it)

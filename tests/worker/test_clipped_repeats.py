@@ -10,10 +10,10 @@ import torch
 import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.core.layout import Layout, Shard
-from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.exchange.locked import WholeVector
 from rallypoint.worker.sources.hooks import GradientHooks, Staging
 from rallypoint.worker.tensors import ModelTensors, weights_hash
+from support.training import train
 
 CLIP = 0.01
 
@@ -94,13 +94,9 @@ def test_a_clipped_job_has_the_same_bytes_with_shards_of_1_2_and_4_mib(optimizer
     for size in (1 << 20, 2 << 20, 4 << 20):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(600, 1100), torch.nn.Tanh(), torch.nn.Linear(1100, 700))
-        with EmbeddedJob() as job:
-            run = job.train(
-                model, [torch.linspace(0, n, 600) for n in range(8)], replicas=2, batch=2, steps=3, clip=0.01,
-                optimizer=optimizer, network=rp.Network(shard_bytes=size),
-            )  # fmt: skip
-            for micro in run:
-                with micro:
-                    micro.backward(model(micro.batch).square().sum())
+        train(
+            model, [torch.linspace(0, n, 600) for n in range(8)], lambda model, batch: model(batch).square().sum(),
+            replicas=2, batch=2, clip=0.01, optimizer=optimizer, network=rp.Network(shard_bytes=size),
+        )  # fmt: skip
         found.add(weights_hash(model))
     assert len(found) == 1

@@ -7,10 +7,8 @@ import torch
 
 import rallypoint as rp
 from rallypoint.errors import UsageError
-from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.loop.guard import Comparison
-
-DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
+from support.training import train
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool], ids=str)
@@ -35,10 +33,7 @@ def test_what_stays_or_comes_back_is_no_change() -> None:
 def test_a_parameter_that_is_every_second_element_of_something_is_trained() -> None:
     model = torch.nn.Linear(3, 2)
     model.bias = torch.nn.Parameter(torch.zeros(4)[::2])
-    with EmbeddedJob() as job:
-        for micro in job.train(model, DATA, batch=4, steps=2):
-            with micro:
-                micro.backward(model(micro.batch[0]).square().mean())
+    train(model, steps=2)
     assert model.bias.abs().sum() > 0
 
 
@@ -57,18 +52,12 @@ def test_a_gpus_comparison_is_read_later_and_names_the_step_of_the_change(monkey
     monkeypatch.setattr(Comparison, "ready", property(lambda comparison: seen[-1] >= 5))
     model = torch.nn.Linear(3, 2)
 
-    def trained() -> None:
-        with EmbeddedJob() as job:
-            for micro in job.train(model, DATA, batch=4, steps=8):
-                step = micro.step
-                seen.append(step)
-                with micro:
-                    micro.backward(model(micro.batch[0]).square().mean())
-                if step == 1:
-                    model.weight.data.mul_(0.5)
+    def halve(micro: rp.Micro) -> None:
+        if micro.step == 1:
+            model.weight.data.mul_(0.5)
 
     with pytest.raises(UsageError, match=r"parameter weight was changed at step 1 by the script"):
-        trained()
+        train(model, steps=8, before=lambda micro: seen.append(micro.step), after=halve)
     assert seen == [0, 1, 2, 3, 4, 5]
 
 
@@ -76,34 +65,21 @@ def test_what_a_gpu_has_not_said_by_the_end_is_waited_for(monkeypatch: pytest.Mo
     monkeypatch.setattr(Comparison, "ready", False)
     model = torch.nn.Linear(3, 2)
 
-    def trained() -> None:
-        with EmbeddedJob() as job:
-            for micro in job.train(model, DATA, batch=4, steps=3):
-                with micro:
-                    micro.backward(model(micro.batch[0]).square().mean())
-                if micro.step == 1:
-                    model.bias.data.add_(1.0)
+    def change(micro: rp.Micro) -> None:
+        if micro.step == 1:
+            model.bias.data.add_(1.0)
 
     with pytest.raises(UsageError, match=r"parameter bias was changed at step 1 by the script"):
-        trained()
+        train(model, after=change)
 
 
 def test_an_evaluations_comparison_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Comparison, "ready", False)
-    model = torch.nn.Linear(3, 2)
+    model, seen = torch.nn.Linear(3, 2), list[int]()
 
-    def trained() -> None:
-        with EmbeddedJob() as job:
-            run: rp.Run = job.train(model, DATA, batch=4, steps=8)
-
-            @run.every(2)
-            def halve(step: int) -> None:
-                model.weight.data.mul_(0.5)
-
-            for micro in run:
-                assert micro.step < 2
-                with micro:
-                    micro.backward(model(micro.batch[0]).square().mean())
+    def halve(step: int) -> None:
+        model.weight.data.mul_(0.5)
 
     with pytest.raises(UsageError, match=r"parameter weight was changed at step 2 by the script"):
-        trained()
+        train(model, steps=8, evaluate=halve, every=2, before=lambda micro: seen.append(micro.step))
+    assert seen == [0, 1]

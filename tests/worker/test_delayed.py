@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from test_fragments import masters
-from test_rewind import Cluster, Once, cluster, loss_of
 
 import rallypoint as rp
 from rallypoint.config import resolve
@@ -17,6 +16,8 @@ from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 from support.reference_local import train_local_reference
+from support.rewinds import Cluster, Once, cluster, loss_of, train
+from support.training import finish
 
 __all__ = ["cluster"]  # the fixture
 SETTINGS: dict[str, Any] = {
@@ -70,12 +71,12 @@ def test_an_evaluation_sees_the_version_and_changes_nothing(replicas: int, slow_
             owned = masters(job._servers)
             seen.append(all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model))))
 
-        for micro in run:
-            with micro:
-                if micro.step == 10:
-                    assert slow_install.is_set() == (micro.replica != 0)
-                    slow_install.set()
-                micro.backward(loss_of(model, micro.batch))
+        def install(micro: rp.Micro) -> None:
+            if micro.step == 10:
+                assert slow_install.is_set() == (micro.replica != 0)
+                slow_install.set()
+
+        finish(run, model, loss_of, inside=install)
     assert seen == [True] * 8
     assert weights_hash(model) == undisturbed(replicas=replicas)
 
@@ -92,21 +93,21 @@ def test_after_a_roll_back_every_replica_begins_at_the_version_of_the_snapshot(
     cluster: Cluster, ahead: bool, slow_install: threading.Event
 ) -> None:
     model, data = build()
-    disturb = Once((10 if ahead else 9, 0, 0), cluster.lose_the_server)
     begun: dict[int, bool] = {}
-    with cluster.job as job:
-        for micro in job.train(model, data, **SETTINGS):
-            if disturb.done and micro.replica not in begun:
-                owned = masters(cluster.servers[-1:])
-                begun[micro.replica] = all(torch.equal(s, owned[index]) for index, s in enumerate(in_shards(model)))
-            disturb.where = (micro.step, micro.replica, micro.index)
-            disturb()
-            if disturb.done:
-                slow_install.set()
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
-        owned = masters(cluster.servers[-1:])
-        assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
+
+    def lose() -> None:
+        cluster.lose_the_server()
+        slow_install.set()
+
+    def watch(micro: rp.Micro) -> None:
+        if disturb.done and micro.replica not in begun:
+            owned = masters(cluster.servers[-1:])
+            begun[micro.replica] = all(torch.equal(s, owned[index]) for index, s in enumerate(in_shards(model)))
+
+    disturb = Once((10 if ahead else 9, 0, 0), lose)
+    train(cluster.job, model, data, disturb, "before", watch=watch, **SETTINGS)
+    owned = masters(cluster.servers[-1:])
+    assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
     assert begun == {0: True, 1: True}
 
 
@@ -117,38 +118,18 @@ def test_steps_ahead_end_when_they_have_become_stale(
     """Replica 0 goes ahead by two steps, 15 and 16, and nobody needs the second any more."""
     model, data = build()
     settings = {**SETTINGS, "steps": 24, "sync": rp.LocalSteps(steps=9, fragments=3, delay=2)}
-    yielded: list[tuple[int, int]] = []
 
-    def loop() -> None:
-        with cluster.job as job:
-            for micro in job.train(model, data, **settings):
-                yielded.append((micro.step, micro.replica))
-                if yielded[-1] == (15, 0) and not slow_install.is_set():
-                    slow_install.set()
-                    if event == "the end":
-                        job._on_message(Finished("another"))
-                    else:
-                        cluster.lose_the_server()
-                with micro:
-                    micro.backward(loss_of(model, micro.batch))
+    def over() -> None:
+        slow_install.set()
+        if event == "the end":
+            cluster.job._on_message(Finished("another"))
+        else:
+            cluster.lose_the_server()
 
-    loop()
+    steps = [where for where, _ in train(cluster.job, model, data, Once((15, 0, 0), over), "before", **settings)]
     if event == "the end":
-        assert yielded[-1] == (15, 0)
+        assert steps[-1] == (15, 0, 0)
     else:
-        assert yielded[yielded.index((15, 0)) + 1][0] < 15
+        assert steps[steps.index((15, 0, 0)) + 1][0] < 15
         owned = masters(cluster.servers[-1:])
         assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
-
-
-def test_the_worker_holds_where_this_round_and_the_one_before_began() -> None:
-    model, data = build()
-    with EmbeddedJob() as job:
-        run = job.train(model, data, **SETTINGS)
-        for micro in run:
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
-        source: Any = run._source
-    for inner in source._inner.kept.values():
-        drift = inner.drift
-        assert all(kept.numel() == source._start.numel() for kept in (drift.began, drift.earlier, drift.left))

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch._dynamo.utils
 import torch.nn.functional as F
-from test_rewind import Cluster
 from torch import nn
 
 import rallypoint as rp
@@ -33,7 +32,7 @@ from rallypoint.worker.loop import micro
 from rallypoint.worker.loop.micro import EarlyForward
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
-from support.beside import until
+from support.rewinds import Cluster
 
 PATIENCE_S = 60.0
 SETTINGS: dict[str, Any] = {
@@ -527,12 +526,7 @@ def test_a_server_lost_while_a_version_is_half_installed_changes_no_byte(
 
     def lose(place: str) -> None:
         if place == "peeked" and at[0] == EARLY[0] and len(cluster.servers) == 1:
-            exchange = job._exchange
-            assert exchange is not None
-            before = exchange.view.generation
-            cluster.servers[0].close()
-            cluster.add_server()
-            until(lambda: exchange.view.generation != before)
+            cluster.lose_the_server()
 
     model.peeks, model.at = True, lose
     loop(job, model, lambda micro: at.__setitem__(0, micro.step))
@@ -557,10 +551,7 @@ def test_a_server_lost_while_a_version_is_half_installed_and_the_script_runs_the
         if (micro.step, micro.replica) != (EARLY[1], 0) or len(cluster.servers) > 1:
             return
         next(model.parameters()).sum()  # some of the version is installed
-        before = job._exchange.view.generation  # type: ignore[union-attr]
-        cluster.servers[0].close()
-        cluster.add_server()
-        until(lambda: job._exchange.view.generation != before)  # type: ignore[union-attr]
+        cluster.lose_the_server()
         model.eval()
         with torch.no_grad():
             if transform:

@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,24 +18,20 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.evaluations import Evaluations
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.tensors import weights_hash
+from support import training
+from support.training import DATA
 
-DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
 Evaluation = Callable[[torch.nn.Module, int], Any]
 
 
-def build() -> torch.nn.Module:
+def build() -> torch.nn.Sequential:
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
 
 
-def train(model: torch.nn.Module, evaluate: Evaluation | None = None, every: int = 2, **settings: Any) -> str:
-    with EmbeddedJob() as job:
-        run = job.train(model, DATA, **{"replicas": 2, "batch": 4, "steps": 6, **settings})
-        if evaluate is not None:
-            run.every(every)(lambda step: evaluate(model, step))
-        for micro in run:
-            with micro:
-                micro.backward(model(micro.batch[0]).square().mean())
+def train(model: torch.nn.Module, evaluate: Evaluation | None = None, every: Any = 2, **settings: Any) -> str:
+    look = None if evaluate is None else partial(evaluate, model)
+    training.train(model, evaluate=look, every=every, **{"replicas": 2, "steps": 6, **settings})
     return weights_hash(model)
 
 
@@ -125,19 +122,13 @@ def test_an_evaluation_is_seeded_by_its_step_and_puts_the_generators_back() -> N
 
 
 def test_randomness_between_two_micro_batches_does_not_depend_on_evaluations() -> None:
-    def drawn_outside(evaluate: Evaluation | None) -> list[float]:
-        drawn, model = [], build()
-        with EmbeddedJob() as job:
-            run = job.train(model, DATA, batch=4, steps=4)
-            if evaluate is not None:
-                run.every(1)(lambda step: evaluate(model, step))
-            for micro in run:
-                with micro:
-                    micro.backward(model(micro.batch[0]).square().mean())
-                drawn.append(torch.rand(1).item())
+    def drawn_outside(evaluate: Callable[[int], Any] | None) -> list[float]:
+        drawn = list[float]()
+        draws = lambda micro: drawn.append(torch.rand(1).item())  # noqa: E731
+        training.train(build(), steps=4, evaluate=evaluate, after=draws)
         return drawn
 
-    def reseeds(model: torch.nn.Module, step: int) -> None:
+    def reseeds(step: int) -> None:
         torch.manual_seed(step)
 
     assert drawn_outside(reseeds) == drawn_outside(None)
@@ -162,17 +153,16 @@ def test_an_evaluation_may_copy_and_save_the_model() -> None:
 
 
 def test_the_loop_may_copy_and_save_the_model() -> None:
-    model = build()
-    with EmbeddedJob() as job:
-        for micro in job.train(model, DATA, batch=4, steps=2):
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            loaded = torch.load(file, weights_only=False)
-            copied = copy.deepcopy(model)
-            with micro:
-                micro.backward(model(micro.batch[0]).square().mean())
-    for other in (loaded, copied):
+    model, copies = build(), list[Any]()
+
+    def keep(micro: rp.Micro) -> None:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies[:] = torch.load(file, weights_only=False), copy.deepcopy(model)
+
+    training.train(model, steps=2, before=keep)
+    for other in copies:
         other(torch.ones(2, 3))
         assert "exchange" not in str(other[0]._forward_pre_hooks)
 
@@ -211,26 +201,21 @@ def test_an_evaluation_that_needs_gradients_sends_none_of_them() -> None:
 
 
 def test_an_evaluation_sees_the_model_in_eval_mode_and_needs_no_gradients() -> None:
-    seen: list[tuple[bool, bool]] = []
+    seen: list[tuple[int, bool, bool]] = []
 
     def looks(model: torch.nn.Module, step: int) -> None:
-        seen.append((any(module.training for module in model.modules()), torch.is_grad_enabled()))
+        seen.append((step, any(module.training for module in model.modules()), torch.is_grad_enabled()))
 
-    train(build(), looks)
-    assert seen == [(False, False)] * 3
+    train(build(), looks, steps=5)
+    assert seen == [(2, False, False), (4, False, False), (5, False, False)]
     assert torch.is_grad_enabled()
 
 
 def test_layers_that_stay_in_eval_mode_are_in_eval_mode_after_an_evaluation() -> None:
-    model, modes = build(), []
+    model, modes = build(), list[tuple[bool, bool]]()
     model[1].eval()
-    with EmbeddedJob() as job:
-        run = job.train(model, DATA, batch=4, steps=3)
-        run.every(1)(lambda step: None)
-        for micro in run:
-            with micro:
-                modes.append((model[0].training, model[1].training))
-                micro.backward(model(micro.batch[0]).square().mean())
+    look = lambda micro: modes.append((model[0].training, model[1].training))  # noqa: E731
+    training.train(model, evaluate=lambda step: None, inside=look)
     assert modes == [(True, False)] * 3
 
 

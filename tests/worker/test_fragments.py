@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_rewind import Cluster, Once, Trap, build, cluster, loss_of
 
 import rallypoint as rp
 from rallypoint.codec.spec import Bf16
@@ -20,6 +19,9 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 from support.reference_local import train_local_reference
+from support.rewinds import Cluster, Once, build, cluster, loss_of
+from support.rewinds import train as train_disturbed
+from support.training import finish, train
 
 __all__ = ["cluster"]  # the fixture
 TURNS = rp.LocalSteps(steps=6, fragments=3)
@@ -69,10 +71,7 @@ def test_a_round_moves_its_fragment_and_the_last_one_everything(monkeypatch: pyt
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 3))
     data = torch.utils.data.TensorDataset(torch.randn(40, 64), torch.randn(40, 3))
-    with EmbeddedJob(servers=2) as job:
-        for micro in job.train(model, data, **{**SETTINGS, "sync": rp.LocalSteps(steps=8, fragments=4)}):
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
+    train(model, data, loss_of, servers=2, **{**SETTINGS, "sync": rp.LocalSteps(steps=8, fragments=4)})
     whole = 4 * sum(p.numel() for p in model.parameters())
     ticks = 16 // 2
     assert up.keys() == set(range(ticks))
@@ -96,9 +95,7 @@ def test_an_evaluation_sees_the_version_and_changes_nothing() -> None:
             seen.append(in_shards(model))
             served.append(masters(job._servers))
 
-        for micro in run:
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
+        finish(run, model, loss_of)
     for shards, owned in zip(seen, served, strict=True):
         assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(shards))
     cadence = run._exchange._shell.machine.cadence  # type: ignore[union-attr]
@@ -117,7 +114,7 @@ def test_parameters_that_are_not_contiguous_are_moved_like_others() -> None:
             layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t())
             assert not layer.weight.is_contiguous()
         if way == "engine":
-            train(model, data)
+            train(model, data, loss_of, servers=2, **SETTINGS)
         else:
             train_local_reference(model, data, loss_of, resolve(SETTINGS))
         hashes.append(weights_hash(model))
@@ -128,43 +125,30 @@ def test_the_last_version_of_every_fragment_comes_as_it_is_on_the_servers() -> N
     """Encoded versions on the way, the last of each shard raw: by its own number, not by the job's."""
     model, data = build()
     with EmbeddedJob(servers=2) as job:
-        for micro in job.train(model, data, **SETTINGS, down=Bf16()):
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
+        finish(job.train(model, data, **SETTINGS, down=Bf16()), model, loss_of)
         owned = masters(job._servers)
         assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
     assert not all(torch.equal(p, p.bfloat16().float()) for p in model.parameters())
 
 
-def train(model: torch.nn.Module, data: Any, **settings: Any) -> None:
-    with EmbeddedJob(servers=2) as job:
-        for micro in job.train(model, data, **{**SETTINGS, **settings}):
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_the_worker_holds_where_each_round_began_and_for_more_replicas_where_each_is(replicas: int) -> None:
+@pytest.mark.parametrize(("replicas", "delay"), [(1, 0), (3, 0), (2, 1)])
+def test_the_worker_holds_where_rounds_began_and_for_more_replicas_where_each_is(replicas: int, delay: int) -> None:
+    """With a delay, also where the round before this one began."""
+    sync = rp.LocalSteps(steps=6, fragments=3, delay=delay)
     model, data = build()
-    with EmbeddedJob() as job:
-        run = job.train(model, data, **{**SETTINGS, "replicas": replicas})
-        for micro in run:
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
-        source: Any = run._source
+    model[1] = torch.nn.LayerNorm(16) if delay else model[1]  # buffers and a delay do not go together
+    source: Any = train(model, data, loss_of, **{**SETTINGS, "replicas": replicas, "sync": sync})._source
     drifts = [inner.drift for inner in source._inner.kept.values()]
     assert len(drifts) == replicas
-    assert all(drift.began.numel() == source._start.numel() for drift in drifts)
-    assert all((drift.left is None) == (replicas == 1) for drift in drifts)
+    for drift in drifts:
+        kept = [drift.began, *([drift.earlier] if delay else []), *([drift.left] if replicas > 1 else [])]
+        assert all(one.numel() == source._start.numel() for one in kept)
+        assert (drift.left is None) == (replicas == 1)
 
 
 def test_what_is_told_of_a_run_is_a_round_at_a_time_and_each_has_all_replicas(tmp_path: Path) -> None:
     """Another shard stands for each tick in the ledger: one that is due."""
-    model, data = build()
-    with EmbeddedJob(servers=2, folder=str(tmp_path)) as job:
-        for micro in job.train(model, data, **SETTINGS):
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
+    train(*build(), loss_of, servers=2, folder=tmp_path, **SETTINGS)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     applied = sorted((event["step"], event["replicas"]) for event in events if event["type"] == "Applied")
     assert applied == [(tick, 2) for tick in range(8)]
@@ -181,23 +165,16 @@ def test_after_a_roll_back_every_replica_begins_at_the_version_of_the_snapshot(
     cluster: Cluster, at: tuple[int, int, int]
 ) -> None:
     model, data = build()
-    disturb = Once(at, cluster.lose_the_server)
-    trap = model[2]
-    assert isinstance(trap, Trap)
-    trap.in_forward = disturb
-    yielded, begun = [], []
-    with cluster.job as job:
-        for micro in job.train(model, data, **SETTINGS):
-            disturb.where = (micro.step, micro.replica, micro.index)
-            if disturb.done and not begun:
-                owned = masters(cluster.servers[-1:])
-                begun = [torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model))]
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
-            yielded.append((disturb.where, micro.abandoned))
-        owned = masters(cluster.servers[-1:])
-        assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
-    assert disturb.done
+    disturb, begun = Once(at, cluster.lose_the_server), list[bool]()
+
+    def watch(micro: rp.Micro) -> None:
+        if disturb.done and not begun:
+            owned = masters(cluster.servers[-1:])
+            begun.extend(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
+
+    yielded = train_disturbed(cluster.job, model, data, disturb, watch=watch, **SETTINGS)
+    owned = masters(cluster.servers[-1:])
+    assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
     assert begun
     assert all(begun)
     assert [where for where, abandoned in yielded if abandoned] == [at]

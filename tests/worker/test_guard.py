@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,29 +17,19 @@ import rallypoint as rp
 from rallypoint.errors import ModelError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.tensors import weights_hash
+from support import training
+from support.training import DATA, finish, small, square
 
-DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
 Body = Callable[[Any, rp.Micro], None]
 
 
-def build() -> Any:
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
-
-
-def loss_of(model: Any, micro: rp.Micro) -> torch.Tensor:
-    return model(micro.batch[0]).square().mean()
+build: Callable[[], Any] = small
 
 
 def train(model: Any, after: Body | None = None, *, inside: Body | None = None, **settings: Any) -> str:
-    with EmbeddedJob() as job:
-        for micro in job.train(model, DATA, **{"replicas": 2, "batch": 4, "steps": 8, **settings}):
-            with micro:
-                if inside is not None:
-                    inside(model, micro)
-                micro.backward(loss_of(model, micro))
-            if after is not None:
-                after(model, micro)
+    looks = {"after": after, "inside": inside}
+    given = {name: partial(look, model) for name, look in looks.items() if look is not None}
+    training.train(model, **{"replicas": 2, "steps": 8, **given, **settings})
     return weights_hash(model)
 
 
@@ -104,17 +95,8 @@ def test_a_change_that_would_do_nothing_is_refused_at_its_step(
 @pytest.mark.parametrize("servers", [1, 2])
 def test_where_the_model_is_stepped_in_place_a_change_is_not_said_to_be_replaced(servers: int) -> None:
     here, elsewhere = "by the script: on a cluster the next version would", "by the script: the next version would"
-    model = build()
-
-    def trained() -> None:
-        with EmbeddedJob(servers=servers) as job:
-            for micro in job.train(model, DATA, replicas=2, batch=4, steps=8):
-                with micro:
-                    micro.backward(loss_of(model, micro))
-                clamps(model)
-
     with pytest.raises(UsageError, match=here if servers == 1 else elsewhere):
-        trained()
+        train(build(), lambda model, micro: clamps(model), servers=servers)
 
 
 def test_a_layer_that_thaws_is_refused() -> None:
@@ -148,15 +130,8 @@ def test_an_edit_through_data_is_found_at_the_first_steps_and_at_powers_of_two(s
 def test_a_table_of_embeddings_with_a_largest_norm_is_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(9, 3, max_norm=0.1), torch.nn.Flatten(), torch.nn.Linear(9, 2))
     data = [torch.arange(3) + i % 5 for i in range(32)]
-
-    def trained() -> None:
-        with EmbeddedJob() as job:
-            for micro in job.train(model, data, batch=4, steps=2):
-                with micro:
-                    micro.backward(model(micro.batch).square().mean())
-
     with pytest.raises(UsageError, match=r"parameter 0\.weight was changed at step 0.*not max_norm"):
-        trained()
+        training.train(model, data, lambda model, batch: model(batch).square().mean())
 
 
 def test_a_model_that_moves_after_the_job_has_begun_is_refused() -> None:
@@ -166,9 +141,7 @@ def test_a_model_that_moves_after_the_job_has_begun_is_refused() -> None:
         with EmbeddedJob() as job:
             run = job.train(model, DATA, batch=4, steps=2)
             model.double()
-            for micro in run:
-                with micro:
-                    micro.backward(model(micro.batch[0].double()).square().mean())
+            finish(run, model, lambda model, batch: square(model, [batch[0].double()]))
 
     with pytest.raises(UsageError, match=r"parameter \S+ was moved or cast to cpu, torch\.float64 after job"):
         trained()
@@ -176,7 +149,7 @@ def test_a_model_that_moves_after_the_job_has_begun_is_refused() -> None:
 
 def test_backward_by_hand_is_refused() -> None:
     def by_hand(model: Any, micro: rp.Micro) -> None:
-        loss_of(model, micro).backward()
+        square(model, micro.batch).backward()
 
     with pytest.raises(UsageError, match=r"has a gradient before micro\.backward at step 0.*the sum of all losses"):
         train(build(), inside=by_hand)
@@ -188,7 +161,7 @@ def test_a_micro_batch_without_with_is_refused() -> None:
     def trained() -> None:
         with EmbeddedJob() as job:
             for micro in job.train(model, DATA, batch=4, steps=2):
-                micro.backward(loss_of(model, micro))
+                micro.backward(square(model, micro.batch))
 
     with pytest.raises(UsageError, match=r"step 0, replica 0: micro\.backward was called outside of `with micro:`"):
         trained()

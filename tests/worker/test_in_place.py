@@ -25,6 +25,7 @@ from rallypoint.server.shard import InPlaceShard, OwnedShard
 from rallypoint.worker.exchange.pushes import ReplicaPushes
 from rallypoint.worker.loop.micro import BufferVersions
 from rallypoint.worker.tensors import weights_hash
+from support import training
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
 
@@ -94,10 +95,7 @@ def test_parameters_stay_where_they_are_and_no_payload_of_a_shard_is_lent(monkey
     before = [parameter.data_ptr() for parameter in model.parameters()]
     held = model.state_dict()
     wide = torch.utils.data.TensorDataset(torch.ones(8, 30))
-    with EmbeddedJob() as job:
-        for micro in job.train(model, wide, replicas=2, batch=4, steps=3, optimizer=rp.AdamW(lr=0.1)):
-            with micro:
-                micro.backward(model(micro.batch[0]).square().mean())
+    training.train(model, wide, replicas=2, optimizer=rp.AdamW(lr=0.1))
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
     assert torch.equal(held["weight"], model.weight), "what the script held of the model is not the model any more"
     assert max(lent) < LEAST_LENT

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -31,10 +29,8 @@ from rallypoint.worker.loop import session
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.loop.session import Job
 from support.beside import until
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-
-from gathering import DATA, SETTINGS, Once, build, gathering, loss_of, reference_hash
+from support.gathering import DATA, SETTINGS, Once, build, gathering, loss_of, reference_hash
+from support.training import finish
 
 PATIENCE_S = 240.0  # against hanging only
 SECRET = b"the secret of this coordinator"
@@ -135,23 +131,21 @@ class Training:
             raise self.error
 
 
-def test_a_job_that_is_over_before_a_worker_took_part_is_one_sentence(coordinator: Coordinator, job: Job) -> None:
-    training = Training(coordinator, job)
-    channel = coordinator.admit(1)
-    coordinator.next(Propose)
-    channel.send_message(Finished("another"))
-    with pytest.raises(JobAborted, match="the job was over before this worker took part in it"):
-        training.end()
-
-
-@pytest.mark.parametrize("word", [Aborted("w1 pulled the plug"), protocol.Refused("w1 pulled the plug")])
+@pytest.mark.parametrize(("admitted", "word", "sentence"), [
+    (True, Finished("another"), "the job was over before this worker took part in it"),
+    (False, Aborted("w1 pulled the plug"), "w1 pulled the plug"),  # not admitted: else a refusal means to come back
+    (False, protocol.Refused("w1 pulled the plug"), "w1 pulled the plug"),
+    (True, Hello("worker", "w", "here"), "a worker has no use for a Hello message"),
+])  # fmt: skip
 def test_a_worker_that_waits_for_the_job_is_told_why_there_will_be_none(
-    coordinator: Coordinator, job: Job, word: Message
+    coordinator: Coordinator, job: Job, admitted: bool, word: Message, sentence: str
 ) -> None:
     training = Training(coordinator, job)
-    channel = coordinator.joined.get(timeout=PATIENCE_S)  # not admitted: else a refusal means to come back
+    channel = coordinator.admit(1) if admitted else coordinator.joined.get(timeout=PATIENCE_S)
+    if isinstance(word, Finished):
+        coordinator.next(Propose)
     channel.send_message(word)
-    with pytest.raises(JobAborted, match="w1 pulled the plug"):
+    with pytest.raises(JobAborted, match=sentence):
         training.end()
 
 
@@ -272,15 +266,6 @@ def test_a_worker_that_fails_says_which_version_it_has_got(monkeypatch: pytest.M
     assert [message for message in said if isinstance(message, GiveUp)] == [GiveUp("ours", 1, *generations)]
 
 
-def test_a_coordinator_that_talks_nonsense_ends_the_worker_and_not_in_silence(
-    coordinator: Coordinator, job: Job
-) -> None:
-    training = Training(coordinator, job)
-    coordinator.admit(1).send_message(Hello("worker", "w", "here"))
-    with pytest.raises(JobAborted, match="a worker has no use for a Hello message"):
-        training.end()
-
-
 # ---- leaving -----------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +339,7 @@ def test_who_has_to_end_before_servers_have_its_codec_states_says_so(
 
 def test_a_loop_that_is_left_early_is_a_clean_end_of_the_job() -> None:
     with gathering(1) as cluster:
-        job = Job(id="worker0", coordinator=cluster.coordinator.address, transport=cluster.transport)
+        job = cluster.member("worker0")
         with job:
             model = build()
             for micro in job.train(model, DATA, **SETTINGS):
@@ -406,18 +391,10 @@ def test_a_script_that_exits_in_the_middle_of_the_loop_is_a_failure_of_the_job()
 
 def test_a_script_that_exits_after_the_loop_has_done_its_work() -> None:
     with gathering(1) as cluster:
-        job = Job(id="worker0", coordinator=cluster.coordinator.address, transport=cluster.transport)
-
-        def script() -> None:
-            with job:
-                model = build()
-                for micro in job.train(model, DATA, **SETTINGS):
-                    with micro:
-                        micro.backward(loss_of(model, micro.batch))
-                raise SystemExit(0)
-
-        with pytest.raises(SystemExit):
-            script()
+        with pytest.raises(SystemExit), cluster.member("worker0") as job:  # noqa: PT012
+            model = build()
+            finish(job.train(model, DATA, **SETTINGS), model, loss_of)
+            raise SystemExit(0)
         assert cluster.coordinator.wait() is None
 
 
@@ -428,7 +405,7 @@ class _Never(Exception):
 def test_figures_that_were_sent_into_a_broken_link_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "LinkClosed", _Never)  # a pipe that ends is to look broken
     with gathering(1) as cluster:
-        job = Job(id="worker0", coordinator=cluster.coordinator.address, transport=cluster.transport)
+        job = cluster.member("worker0")
         evaluations = cluster.coordinator._shell.evaluations
         with job:
             model = build()

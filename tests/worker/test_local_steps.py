@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_rewind import Cluster, Once, Trap, build, cluster, loss_of
 
 import rallypoint as rp
 from rallypoint.config import JobConfig, resolve
@@ -22,6 +21,9 @@ from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash
 from support.beside import until
 from support.reference_local import train_local_reference
+from support.rewinds import Cluster, Once, build, cluster, loss_of
+from support.rewinds import train as train_disturbed
+from support.training import finish, train
 
 __all__ = ["cluster"]  # the fixture
 SETTINGS: dict[str, Any] = {
@@ -35,13 +37,6 @@ def undisturbed(sync: rp.LocalSteps, **settings: Any) -> str:
     model, data = build()
     train_local_reference(model, data, loss_of, resolve({**SETTINGS, **settings, "sync": sync}))
     return weights_hash(model)
-
-
-def train(model: torch.nn.Module, data: Any, folder: Path | None = None, **settings: Any) -> None:
-    with EmbeddedJob(servers=2, folder=str(folder or "")) as job:
-        for micro in job.train(model, data, **settings):
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
 
 
 # ---- the loop ----
@@ -58,10 +53,7 @@ def test_every_replica_makes_every_step_in_order_and_evaluations_come_with_versi
         def evaluate(step: int) -> None:
             evaluated.append((step, run.step))
 
-        for micro in run:
-            seen.append((micro.step, micro.replica, micro.index))
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
+        finish(run, model, loss_of, before=lambda micro: seen.append((micro.step, micro.replica, micro.index)))
     rounds = [range(4), range(4, 8), range(8, 10)]
     assert seen == [(s, r, i) for steps in rounds for r in range(2) for s in steps for i in range(2)]
     assert evaluated == [(4, 4), (8, 8), (10, 10)]
@@ -69,7 +61,7 @@ def test_every_replica_makes_every_step_in_order_and_evaluations_come_with_versi
 
 
 def test_what_is_told_of_a_run_is_in_steps_of_training(tmp_path: Path) -> None:
-    train(*build(), folder=tmp_path, **SETTINGS, sync=FRESH, **{"reading.items_per_sample": 3})
+    train(*build(), loss_of, servers=2, folder=tmp_path, **SETTINGS, sync=FRESH, **{"reading.items_per_sample": 3})
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     done = [event for event in events if event["type"] == "StepDone"]
     assert [event["step"] for event in done] == [3, 7, 9]
@@ -89,17 +81,7 @@ def test_a_roll_back_in_the_middle_of_a_round_begins_it_once_more(
 ) -> None:
     model, data = build()
     disturb = Once(at, cluster.lose_the_server)
-    trap = model[2]
-    assert isinstance(trap, Trap)
-    trap.in_forward = disturb
-    yielded = []
-    with cluster.job as job:
-        for micro in job.train(model, data, **SETTINGS, sync=sync):
-            disturb.where = (micro.step, micro.replica, micro.index)
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
-            yielded.append((disturb.where, micro.abandoned))
-    assert disturb.done
+    yielded = train_disturbed(cluster.job, model, data, disturb, **SETTINGS, sync=sync)
     assert [where for where, abandoned in yielded if abandoned] == [at]
     first = (at[0] // 4 * 4, 0, 0)
     assert Counter(where for where, _ in yielded)[first] == 2, "the whole round is made again"
@@ -129,16 +111,9 @@ def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same
         until(lambda: exchange.next_action() == Compute(version, 0))
 
     disturb = Once((at, 1, 0), cut_the_link)  # in the second step of a round
-    times: Counter[tuple[int, int, int]] = Counter()
-    with cluster.job as job:
-        more = {"replicas": 3, "steps": 16, "network.presum_bytes": 0, "sync": sync}
-        for micro in job.train(model, data, **{**SETTINGS, **more}):
-            disturb.where = (micro.step, micro.replica, micro.index)
-            times[disturb.where] += 1
-            disturb()
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
-    assert disturb.done
+    more = {"replicas": 3, "steps": 16, "network.presum_bytes": 0, "sync": sync}
+    yielded = train_disturbed(cluster.job, model, data, disturb, "before", **{**SETTINGS, **more})
+    times = Counter(where for where, _ in yielded)
     assert times[(at, 0, 0)] == 2
     assert weights_hash(model) == undisturbed(sync, replicas=3, steps=16)
 
@@ -159,7 +134,7 @@ def both_ways(**settings: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     start = flat(model)
     train_reference(model, data, loss_of, resolve(settings))
     local, data = plain()
-    train(local, data, **settings, sync=rp.LocalSteps(steps=1, outer=rp.SGD(lr=1.0)))
+    train(local, data, loss_of, servers=2, **settings, sync=rp.LocalSteps(steps=1, outer=rp.SGD(lr=1.0)))
     return start, flat(model), flat(local)
 
 
@@ -273,7 +248,7 @@ def test_sixteen_local_steps_move_a_fifteenth_of_the_bytes(monkeypatch: pytest.M
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(6, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 3))
         data = torch.utils.data.TensorDataset(torch.randn(40, 6), torch.randn(40, 3))
-        train(model, data, steps=480, batch=1, sync=sync)
+        train(model, data, loss_of, servers=2, steps=480, batch=1, sync=sync)
         counts.append(bytes_sent)
     assert counts[0] >= 15 * counts[1], counts
 
@@ -281,12 +256,8 @@ def test_sixteen_local_steps_move_a_fifteenth_of_the_bytes(monkeypatch: pytest.M
 def test_the_worker_holds_one_vector_more_and_two_states_for_each_replica() -> None:
     model, data = build()
     config: JobConfig = resolve({**SETTINGS, "sync": KEPT})
-    with EmbeddedJob() as job:
-        run = job.train(model, data, **SETTINGS, sync=KEPT)
-        for micro in run:
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
-        source: Any = run._source
+    run = train(model, data, loss_of, **SETTINGS, sync=KEPT)
+    source: Any = run._source
     parameters = sum(p.numel() for p in model.parameters())
     assert source._start.numel() == run._parts.tensors.layout.words
     assert sorted(source._inner.kept) == list(range(config.replicas))

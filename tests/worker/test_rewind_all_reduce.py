@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_rewind import SETTINGS, Cluster, Once, build, cluster, loss_of
 
 import rallypoint as rp
 from rallypoint.config import resolve
@@ -15,6 +14,8 @@ from rallypoint.testing.reference import train_reference
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.micro import BufferVersions
 from rallypoint.worker.tensors import weights_hash
+from support.rewinds import SETTINGS, Cluster, Once, build, cluster, loss_of, train
+from support.training import finish
 
 __all__ = ["cluster"]  # the fixture
 
@@ -28,25 +29,11 @@ def undisturbed() -> str:
     return weights_hash(model)
 
 
-def _train(cluster: Cluster, *disturbances: Once) -> tuple[str, list[int]]:
+def _train(cluster: Cluster, disturb: Once | None = None) -> tuple[str, list[int]]:
     """The weights' hash, and the steps that were yielded."""
     model, data = build()
-    steps = []
-
-    def disturb() -> None:
-        for disturbance in disturbances:
-            disturbance()
-
-    model[2].in_forward = disturb  # type: ignore[union-attr,assignment]
-    with cluster.job as job:
-        for micro in job.train(model, data, **ALL_REDUCE):
-            for disturbance in disturbances:
-                disturbance.where = (micro.step, micro.replica, micro.index)
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
-            steps.append(micro.step)
-    assert all(disturbance.done for disturbance in disturbances)
-    return weights_hash(model), steps
+    yielded = train(cluster.job, model, data, disturb or Once((0, 0, 0), lambda: None), **ALL_REDUCE)
+    return weights_hash(model), [step for (step, _, _), _ in yielded]
 
 
 @pytest.mark.parametrize("at", [(1, 0, 0), (3, 1, 0), (5, 1, 1)], ids=["early", "middle", "last"])
@@ -57,8 +44,8 @@ def test_only_the_step_in_progress_is_computed_again(cluster: Cluster, undisturb
 
 
 def test_one_loss_after_the_other_changes_no_byte(cluster: Cluster, undisturbed: str) -> None:
-    places = [Once((step, step % 2, 0), cluster.lose_the_server) for step in (1, 2, 4)]
-    assert _train(cluster, *places)[0] == undisturbed
+    disturb = Once((1, 1, 0), cluster.lose_the_server, (2, 0, 0), (4, 0, 0))
+    assert _train(cluster, disturb)[0] == undisturbed
 
 
 def _before(
@@ -114,9 +101,7 @@ def test_a_gradient_of_nothing_does_not_step(cluster: Cluster) -> None:
     model = torch.nn.Linear(6, 3)
     before = weights_hash(model)
     _, data = build()
-    settings = {**ALL_REDUCE, "nonfinite": "skip"}
     with cluster.job as job:
-        for micro in job.train(model, data, **settings):
-            with micro:
-                micro.backward(loss_of(model, micro.batch) * float("nan"))
+        run = job.train(model, data, **{**ALL_REDUCE, "nonfinite": "skip"})
+        finish(run, model, lambda model, batch: loss_of(model, batch) * float("nan"))
     assert weights_hash(model) == before

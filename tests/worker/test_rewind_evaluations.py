@@ -7,21 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_rewind import AT, SETTINGS, Cluster, Once, Trap, build, cluster, loss_of, undisturbed
+from test_rewind import undisturbed
 
 import rallypoint as rp
 from rallypoint.core.protocol import Evaluated
 from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
 from rallypoint.worker.tensors import weights_hash
-from support.beside import until
+from support.rewinds import AT, SETTINGS, Cluster, Once, Trap, build, cluster, loss_of
+from support.training import finish
 
 __all__ = ["cluster", "undisturbed"]  # the fixtures
-
-
-def abort(cluster: Cluster) -> None:
-    """End the job; returns once the worker has heard of it."""
-    cluster.coordinator.abort("enough")
-    until(lambda: cluster.job._failure is not None)
 
 
 @pytest.mark.parametrize("at", [2, 6], ids=["in the middle", "after the last step"])
@@ -53,9 +48,7 @@ def test_a_roll_back_during_an_evaluation_changes_neither_bytes_nor_results(
             results.setdefault(step, set()).add(before)
             return {"loss": before}
 
-        for micro in run:
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
+        finish(run, model, loss_of)
         last = run._exchange.view.generation
     assert disturb.done
     assert weights_hash(model) == undisturbed
@@ -80,9 +73,7 @@ def test_a_roll_back_right_before_an_evaluation_takes_nothing_from_it(cluster: C
             return due(step, before)
 
         run._evaluations.due_at = disturbed  # type: ignore[method-assign]
-        for micro in run:
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
+        finish(run, model, loss_of)
     assert disturb.done
     assert weights_hash(model) == undisturbed
     assert set(seen) == {2, 4, 6}
@@ -161,9 +152,7 @@ def test_a_roll_back_during_an_install_changes_no_byte(cluster: Cluster, undistu
             read(*vectors)
 
         run._parts.tensors.read_from = disturbed  # type: ignore[method-assign]
-        for micro in run:
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
+        finish(run, model, loss_of)
     assert disturb.done
     assert weights_hash(model) == undisturbed
 
@@ -179,13 +168,11 @@ def test_a_job_that_fails_during_an_evaluation_ends_after_it(cluster: Cluster) -
 
             @run.every(2)
             def evaluate(step: int) -> None:
-                abort(cluster)
+                cluster.abort()
                 loss_of(model, data[:])
                 evaluated.append(step)
 
-            for micro in run:
-                with micro:
-                    micro.backward(loss_of(model, micro.batch))
+            finish(run, model, loss_of)
 
     with pytest.raises(JobAborted, match="enough"):
         trained()
@@ -196,14 +183,12 @@ def test_a_job_that_fails_during_an_evaluation_ends_after_it(cluster: Cluster) -
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_a_handler_that_catches_everything_does_not_stop_a_roll_back(
+def test_no_handler_of_the_scripts_stops_a_roll_back_or_takes_it_for_a_fault(
     cluster: Cluster, undisturbed: str, place: str
 ) -> None:
     model, data = build()
     disturb = Once(AT, cluster.lose_the_server)
-    trap = model[2]
-    assert isinstance(trap, Trap)
-    setattr(trap, f"in_{place}", disturb)
+    setattr(model[2], f"in_{place}", disturb)
     abandoned, caught = [], []
     with cluster.job as job:
         for micro in job.train(model, data, **SETTINGS):
@@ -211,7 +196,9 @@ def test_a_handler_that_catches_everything_does_not_stop_a_roll_back(
             with micro:
                 try:
                     micro.backward(loss_of(model, micro.batch))
-                except BaseException as error:
+                except Exception as error:
+                    caught.append(f"a fault: {error}")
+                except BaseException as error:  # one that catches everything
                     caught.append(type(error).__name__)
             if micro.abandoned:
                 abandoned.append(disturb.where)
@@ -222,7 +209,7 @@ def test_a_handler_that_catches_everything_does_not_stop_a_roll_back(
 
 def test_a_handler_of_errors_does_not_hide_that_the_job_has_failed(cluster: Cluster) -> None:
     model, data = build()
-    trap, fail = model[2], Once(AT, lambda: abort(cluster))
+    trap, fail = model[2], Once(AT, cluster.abort)
     assert isinstance(trap, Trap)
     trap.in_forward = fail
 
@@ -273,9 +260,7 @@ def test_a_function_may_be_registered_twice_and_another_one_by_an_evaluation(clu
                 run.every(2)(lambda step: seen.append(("inner", step)))
             seen.append(("outer", step))
 
-        for micro in run:
-            with micro:
-                micro.backward(loss_of(model, micro.batch))
+        finish(run, model, loss_of)
     outer = [step for name, step in seen if name == "outer"]
     assert outer == [2, 3, 4, 6, 6]
     assert [step for name, step in seen if name == "inner"] == [4, 6]
@@ -288,9 +273,7 @@ def test_an_evaluation_that_trains_is_refused(cluster: Cluster) -> None:
         with cluster.job as job:
             run: rp.Run = job.train(model, data, **SETTINGS)
             run.every(2)(lambda step: next(iter(run)))  # type: ignore[arg-type, return-value]
-            for micro in run:
-                with micro:
-                    micro.backward(loss_of(model, micro.batch))
+            finish(run, model, loss_of)
 
     with pytest.raises(UsageError, match="a run is iterated once"):
         trained()

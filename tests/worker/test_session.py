@@ -14,22 +14,12 @@ import rallypoint as rp
 from rallypoint.errors import ConfigError, ModelError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.transport import InprocConnection
-
-Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
-DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
-
-
-def square(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    return model(batch[0]).float().square().mean()
+from support import training
+from support.training import DATA, Loss, finish, square
 
 
 def train(model: torch.nn.Module, loss: Loss = square, **settings: Any) -> rp.Run:
-    with EmbeddedJob(servers=2) as job:
-        run = job.train(model, DATA, **{"replicas": 2, "batch": 4, "steps": 3, **settings})
-        for micro in run:
-            with micro:
-                micro.backward(loss(model, micro.batch))
-    return run
+    return training.train(model, DATA, loss, servers=2, **{"replicas": 2, **settings})
 
 
 def test_a_gradient_leaves_nothing_behind_in_the_model() -> None:
@@ -54,9 +44,7 @@ def test_the_job_s_record_has_every_name_of_a_tied_tensor() -> None:
 
     model = Tied()
     with EmbeddedJob() as job:
-        for micro in job.train(model, DATA, batch=4, steps=1):
-            with micro:
-                micro.backward(square(model, micro.batch))
+        finish(job.train(model, DATA, batch=4, steps=1), model)
         record = job._coordinator._shell.machine.record
     assert record is not None
     assert record.tied == {"second.weight": "first.weight"}
@@ -82,25 +70,6 @@ def test_half_precision_parameters_are_trained_from_fp32_masters() -> None:
     assert model.weight.dtype is torch.bfloat16
     # Updates of 1e-3 are below half a bf16 step of weights near 0.5: only an fp32 master adds them up.
     assert square(model, [DATA[:][0].bfloat16()]).item() < before
-
-
-def test_evaluations_come_when_due_on_a_model_in_eval_mode() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    seen: list[tuple[int, bool, bool]] = []
-    with EmbeddedJob() as job:
-        run = job.train(model, DATA, replicas=1, batch=4, steps=5)
-
-        @run.every(2)
-        def look(step: int) -> None:
-            seen.append((step, model.training, torch.is_grad_enabled()))
-
-        for micro in run:
-            with micro:
-                assert model.training
-                micro.backward(square(model, micro.batch))
-    assert seen == [(2, False, False), (4, False, False), (5, False, False)]
-    assert run.lead
-    assert run.step == 5
 
 
 def test_every_replica_starts_from_the_versions_buffers_and_replica_0s_are_kept() -> None:
@@ -149,9 +118,7 @@ def test_one_job_has_one_run_which_is_iterated_once() -> None:
     model = torch.nn.Linear(3, 2)
     with EmbeddedJob() as job:
         run = job.train(model, DATA, batch=4, steps=1)
-        for micro in run:
-            with micro:
-                micro.backward(square(model, micro.batch))
+        finish(run, model)
         with pytest.raises(UsageError, match="once"):
             next(iter(run))
         with pytest.raises(UsageError, match=r"one job\.train"):
@@ -195,16 +162,14 @@ def no_backward(micro: rp.Micro, model: torch.nn.Module) -> None:
         (backward_with_a_weight_of_zero, "weights are positive"),
         (backward_with_two_weights, "pass one"),
         (no_backward, r"without micro\.backward"),
+        (None, r"without micro\.backward"),
     ],
 )
-def test_a_loop_that_cannot_work_is_told_so(body: Callable[[rp.Micro, torch.nn.Module], None], sentence: str) -> None:
+def test_a_loop_that_cannot_work_is_told_so(
+    body: Callable[[rp.Micro, torch.nn.Module], None] | None, sentence: str
+) -> None:
     with pytest.raises(UsageError, match=sentence):
-        loop(body, enter=True)
-
-
-def test_a_loop_that_goes_on_without_entering_the_micro_batch_is_told_so() -> None:
-    with pytest.raises(UsageError, match=r"without micro\.backward"):
-        loop(no_backward, enter=False)
+        loop(body or no_backward, enter=body is not None)
 
 
 def test_a_loop_may_be_left_early() -> None:
@@ -213,22 +178,20 @@ def test_a_loop_may_be_left_early() -> None:
             break
 
 
-def test_links_share_what_may_be_in_flight_to_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares: list[int] = []
-    monkeypatch.setattr(InprocConnection, "limit_in_flight", lambda self, nbytes: shares.append(nbytes))
+@pytest.mark.parametrize(("limit", "setting", "value", "shares"), [
+    ("limit_in_flight", "in_flight_bytes", 128 << 10, {64 << 10, 128 << 10}),
+    ("pace", "pace_mbit", 80.0, {5_000_000, 10_000_000}),
+])  # fmt: skip
+def test_links_share_what_is_set_for_one_machine(
+    monkeypatch: pytest.MonkeyPatch, limit: str, setting: str, value: float, shares: set[int]
+) -> None:
+    """The worker has two links, each server one."""
+    seen: list[int] = []
+    monkeypatch.setattr(InprocConnection, limit, lambda self, share: seen.append(share))
     train(torch.nn.Linear(3, 2))
-    assert shares == []
-    train(torch.nn.Linear(3, 2), **{"network.in_flight_bytes": 128 << 10})
-    assert set(shares) == {64 << 10, 128 << 10}  # the worker has two links, each server one
-
-
-def test_links_share_a_machines_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    paces: list[int] = []
-    monkeypatch.setattr(InprocConnection, "pace", lambda self, rate: paces.append(rate))
-    train(torch.nn.Linear(3, 2))
-    assert paces == []
-    train(torch.nn.Linear(3, 2), **{"network.pace_mbit": 80.0})
-    assert set(paces) == {5_000_000, 10_000_000}  # the worker has two links, each server one
+    assert seen == []
+    train(torch.nn.Linear(3, 2), **{f"network.{setting}": value})
+    assert set(seen) == shares
 
 
 def test_links_share_a_measured_port_where_there_are_as_many_servers_as_workers(

@@ -68,41 +68,37 @@ def leaves(at: int) -> Leaves:
     return lambda run, micro: micro.step >= at
 
 
-@pytest.mark.some("local")
-@pytest.mark.parametrize("sync", [rp.Sync(), rp.AllReduce(), rp.LocalSteps(1)], ids=["sync", "all-reduce", "local"])
-def test_the_step_at_which_the_loop_stops_it_is_the_last(sync: Any) -> None:
-    hash, step, lead, seen = train(after=stops(5), sync=sync)
-    assert (step, lead, seen) == (6, True, [4, 6])
-    assert hash == undisturbed(6, sync=sync)
+def stops_at_4(run: Run, step: int) -> None:
+    if step == 4:
+        run.stop()
 
 
-def test_the_job_makes_the_step_after_the_evaluation_that_stops_it() -> None:
-    hash, step, _, seen = train(evaluate=lambda run, step: run.stop() if step == 4 else None)
-    assert (step, seen) == (5, [4, 5])
-    assert hash == undisturbed(5)
+BF16_DOWN = {"down": {"type": "bf16"}}
+
+
+@pytest.mark.parametrize(("how", "settings", "end", "evaluated"), [
+    pytest.param({"after": stops(5)}, {}, 6, [4, 6], id="a stop makes its step the last", marks=pytest.mark.slow),
+    pytest.param({"after": stops(5)}, {"sync": rp.AllReduce()}, 6, [4, 6], id="all-reduce", marks=pytest.mark.slow),
+    pytest.param({"after": stops(5)}, {"sync": rp.LocalSteps(1)}, 6, [4, 6], id="local steps"),
+    pytest.param({"after": stops(5)}, BF16_DOWN, 6, [4, 6], id="a lossy down: the last version comes as it is"),
+    pytest.param({"after": stops(11)}, {}, 12, [4, 8, 12], id="at the last step it changes nothing"),
+    pytest.param({"evaluate": stops_at_4}, {}, 5, [4, 5], id="in an evaluation it is the step after"),
+    pytest.param({"before": leaves(5)}, {}, 5, [4, 5], id="a break before a step"),
+    pytest.param({"after": lambda run, micro: (micro.step, micro.replica) == (5, 1)}, {}, 6, [4, 6],
+                 id="a break after all of a step"),
+    # its replicas are added up before they are sent, so nothing of it was
+    pytest.param({"after": leaves(5)}, {}, 5, [4, 5], id="a break in the middle of a step"),
+])  # fmt: skip
+def test_a_job_that_its_loop_ends_has_the_model_of_that_step(
+    how: dict[str, Any], settings: dict[str, Any], end: int, evaluated: list[int]
+) -> None:
+    hash, step, lead, seen = train(**how, **settings)
+    assert (step, lead, seen) == (end, True, evaluated)
+    assert hash == undisturbed(end, **settings)
 
 
 def test_a_round_of_local_steps_is_made_to_its_end() -> None:
     assert train(before=stops(4), sync=rp.LocalSteps(3))[1] == 6
-
-
-def test_who_breaks_before_a_step_has_the_model_before_it() -> None:
-    hash, step, lead, seen = train(before=leaves(5))
-    assert (step, lead, seen) == (5, True, [4, 5])
-    assert hash == undisturbed(5)
-
-
-def test_who_breaks_after_all_of_a_step_has_the_model_after_it() -> None:
-    hash, step, _, _ = train(after=lambda run, micro: (micro.step, micro.replica) == (5, 1))
-    assert step == 6
-    assert hash == undisturbed(6)
-
-
-def test_who_breaks_in_the_middle_of_a_step_has_the_model_before_it_if_nothing_of_it_was_sent() -> None:
-    """Its replicas are added up before they are sent."""
-    hash, step, _, _ = train(after=leaves(5))
-    assert step == 5
-    assert hash == undisturbed(5)
 
 
 def test_what_is_computed_after_the_loop_uses_the_final_weights() -> None:
@@ -115,18 +111,6 @@ def test_what_is_computed_after_the_loop_uses_the_final_weights() -> None:
             with micro:
                 micro.backward(model(micro.batch[0]).square().mean())
     assert weights_hash(model) == undisturbed(5)
-
-
-def test_with_a_lossy_down_the_last_version_comes_as_it_is() -> None:
-    hash, step, _, _ = train(after=stops(5), down={"type": "bf16"})
-    assert step == 6
-    assert hash == undisturbed(6, down={"type": "bf16"})
-
-
-def test_stopping_at_the_last_step_changes_nothing() -> None:
-    hash, step, _, _ = train(after=stops(11))
-    assert step == 12
-    assert hash == undisturbed(12)
 
 
 def test_a_mode_without_a_last_version_refuses_it_with_a_sentence() -> None:

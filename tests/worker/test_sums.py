@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +13,33 @@ import torch
 
 from rallypoint.bridges.joining import SumPart, sum_of
 from rallypoint.config import resolve, with_own_optimizer
-from rallypoint.coordinator.service import CoordinatorService, JoinInfo
-from rallypoint.core.cluster.terms import Terms
+from rallypoint.coordinator.service import JoinInfo
 from rallypoint.errors import ConfigError, JobAborted
-from rallypoint.net.transport import InprocTransport
-from rallypoint.server.service import ServerService
 from rallypoint.testing.reference import tree_sum
 from rallypoint.worker.collective import CLOCK, Cutter, Sums, layout_of
 from rallypoint.worker.loop.session import Job
 from support.beside import until
+from support.gathering import PATIENCE_S, Roles
 
-PATIENCE_S = 60.0
 SMALL = 1 << 20  # bytes under way: two large shards
 LENGTHS = (1, 16, 63, 64, 65, 1000, 1024, 4097, 70_000, (1 << 18) + 1, 1_300_000)
 
 
-class Cluster:
-    """A coordinator and servers on threads; `join` adds a worker."""
+class Cluster(Roles):
+    """A coordinator and servers on threads; `run` adds the workers."""
 
     def __init__(self, world: int, servers: int = 2, *, overrides: dict[str, Any] | None = None, **terms: Any) -> None:
-        self.world, self.transport = world, InprocTransport()
-        wanted = Terms(servers=servers, workers_start=world, workers_max=world, heartbeat=10 * PATIENCE_S, **terms)
-        self.coordinator = CoordinatorService(
-            terms=wanted, bind="coordinator:0", transport=self.transport, join_info=JoinInfo(overrides or {})
-        )
-        self.coordinator.start()
-        self.servers = [
-            ServerService(
-                id=f"server{n}", coordinator=self.coordinator.address, bind="server:0", transport=self.transport
-            )
-            for n in range(servers)
-        ]
-        for server in self.servers:
-            server.start()
-        self.jobs: list[Job] = []
-        self.threads: list[threading.Thread] = []
-
-    def lose_a_server(self, number: int) -> None:
-        """Once every shard is on two of them."""
-        until(lambda: self.coordinator._shell.machine.exposed == 0, "some shards never had a backup")
-        self.servers[number].close()
+        workers = {"workers_start": world, "workers_max": world}
+        super().__init__(JoinInfo(overrides or {}), servers=servers, **workers, **terms)
+        self.add_servers(servers)
+        self.world, self.jobs, self.threads = world, list[Job](), list[threading.Thread]()
 
     def run(self, script: Callable[[Sums], Any]) -> list[Any]:
         """Run this on every worker, on a thread of its own; return what each returned, or the error that ended it."""
         results: list[Any] = [None] * self.world
 
         def work(rank: int) -> None:
-            job = Job(id=f"worker{rank}", coordinator=self.coordinator.address, transport=self.transport)
+            job = self.member(f"worker{rank}")
             self.jobs.append(job)
             try:
                 made = Sums(job, rank=rank, world=self.world, under_way_bytes=SMALL)
@@ -85,18 +65,11 @@ class Cluster:
         self.coordinator.abort("the test is over")
         for thread in self.threads:
             thread.join(PATIENCE_S)
-        for server in self.servers:
-            server.close()
-        self.coordinator.close()
+        super().close()
 
 
-@contextmanager
-def cluster(world: int, servers: int = 2, **given: Any) -> Iterator[Cluster]:
-    made = Cluster(world, servers, **given)
-    try:
-        yield made
-    finally:
-        made.close()
+def cluster(world: int, servers: int = 2, **given: Any) -> closing[Cluster]:
+    return closing(Cluster(world, servers, **given))
 
 
 def given(rank: int, index: int, words: int) -> torch.Tensor:
@@ -143,7 +116,7 @@ def test_a_server_that_is_lost_costs_no_byte_with_a_backup(victim: int) -> None:
         values = [given(made.rank, index, words) for index, words in enumerate(LENGTHS)]
         under_way = [made.reducer.sum(one) for one in values[:5]]
         if made.rank == 0:  # the others' contributions to the rest are at the server when it goes
-            here.lose_a_server(victim)
+            here.safely_lose(victim)
             lost.set()
         under_way += [made.reducer.sum(one) for one in values[5:]]
         for asked in under_way:

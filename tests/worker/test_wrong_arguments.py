@@ -10,18 +10,15 @@ import torch
 import rallypoint as rp
 from rallypoint.errors import ConfigError, DataError, ModelError, RallypointError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
+from support import training
+from support.training import DATA, square
 
-DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
 LR = torch.optim.lr_scheduler
 
 
 def train(model: Any = None, data: Any = DATA, loss: Any = None, **settings: Any) -> None:
-    model = torch.nn.Linear(3, 2) if model is None else model
-    with EmbeddedJob() as job:
-        for micro in job.train(model, data, **{"batch": 4, "steps": 2, **settings}):
-            with micro:
-                found = model(micro.batch[0]).square().mean()
-                micro.backward(found if loss is None else loss(found))
+    found = square if loss is None else lambda model, batch: loss(square(model, batch))
+    training.train(torch.nn.Linear(3, 2) if model is None else model, data, found, **settings)
 
 
 def refused(error: type[RallypointError], sentence: str, *args: Any, **settings: Any) -> None:

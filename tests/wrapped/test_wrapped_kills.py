@@ -100,9 +100,13 @@ def test_a_script_that_ends_with_75_for_reasons_of_its_own_fails_the_run(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_server_with_a_backup_is_lost_and_no_loop_starts_again(tmp_path: Path) -> None:
-    text = run(tmp_path, "server0", "servers", "--servers", "2", "--replication", "2")
-    assert text.count("begins at") == 2
+@pytest.mark.parametrize(("kind", "options"), [
+    ("servers", ("--servers", "2", "--replication", "2")), ("workers", ("--servers", "1")),
+])  # fmt: skip
+def test_with_a_backup_or_where_workers_step_a_lost_server_starts_no_loop_again(
+    tmp_path: Path, kind: str, options: tuple[str, ...]
+) -> None:
+    assert run(tmp_path, "server0", kind, *options).count("begins at") == 2
 
 
 @pytest.mark.slow
@@ -110,12 +114,6 @@ def test_a_job_that_goes_back_to_a_snapshot_starts_its_loops_there(tmp_path: Pat
     text = run(tmp_path, "server0+me", "servers", "--servers", "1", "--snapshot-steps", "5")
     assert "to be started again: the job has gone back to step" in text
     assert "ended with status 75: starting another" in text
-
-
-@pytest.mark.slow
-def test_where_workers_step_lost_servers_cost_nothing(tmp_path: Path) -> None:
-    text = run(tmp_path, "server0", "workers", "--servers", "1")
-    assert text.count("begins at") == 2
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from rallypoint.core.plan.site import (
 from rallypoint.core.plan.workload import Layer, Workload, transformer
 
 MBIT = 1e6 / 8
+RACK = 100 * MBIT  # a rack's uplink
 NETLAB_QUEUE = 512 * 1024.0  # what `tests/support/netlab.py` lets wait at a port
 IDEAL = {"losses": None, "speeds": Rates(add=0.0, apply=0.0, own=0.0, latency=0.0)}
 
@@ -112,25 +113,17 @@ def test_an_aggregator_carries_k_over_a_narrow_uplink_where_workers_carry_one_ea
     assert step_cost(work, with_them).seconds < 1.75 * ideal
 
 
-@pytest.mark.parametrize(("workers", "rack", "in_rack"), [(8, 4, 4), (4, 8, 4), (16, 8, 8), (12, 8, 8)])
-def test_a_rack_has_one_uplink(workers: int, rack: int, in_rack: int) -> None:
+@pytest.mark.parametrize(("workers", "rack", "in_rack"), [
+    ([Workers(8, RACK)], 4, 4), ([Workers(4, RACK)], 8, 4), ([Workers(16, RACK)], 8, 8), ([Workers(12, RACK)], 8, 8),
+    ([Workers(6, RACK), Workers(2, RACK, slowness=3.0)], 4, 4),  # two groups: every rack has its part of each
+])  # fmt: skip
+def test_a_rack_has_one_uplink(workers: list[Workers], rack: int, in_rack: int) -> None:
     """A rack sends what its own workers send, K each."""
     work = Workload(layers=(Layer(2_500_000),), shard_bytes=64 << 10)
-    there = site(workers, workers, 100.0, rack=rack, uplink=100 * MBIT, **IDEAL)
-    ideal = work.nbytes / (PAYLOAD / ACKNOWLEDGED * 100 * MBIT)
+    servers = (Servers(sum(group.count for group in workers), RACK),)
+    there = Site(workers=tuple(workers), servers=servers, rack=rack, uplink=RACK, **IDEAL)  # type: ignore[arg-type]
+    ideal = work.nbytes / (PAYLOAD / ACKNOWLEDGED * RACK)
     assert step_cost(work, there).seconds == pytest.approx(in_rack * ideal, rel=0.15)
-
-
-def test_a_rack_of_unlike_workers_has_one_uplink() -> None:
-    """Two groups: every rack has its part of each."""
-    work = Workload(layers=(Layer(2_500_000),), shard_bytes=64 << 10)
-    rate = 100 * MBIT
-    there = Site(
-        workers=(Workers(6, rate), Workers(2, rate, slowness=3.0)), servers=(Servers(8, rate),), rack=4, uplink=rate,
-        **IDEAL,  # type: ignore[arg-type]
-    )  # fmt: skip
-    ideal = work.nbytes / (PAYLOAD / ACKNOWLEDGED * rate)
-    assert step_cost(work, there).seconds == pytest.approx(4 * ideal, rel=0.15)
 
 
 def test_each_of_three_racks_has_one_aggregator() -> None:

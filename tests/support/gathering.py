@@ -83,18 +83,48 @@ class Worker:
             self.error = error
 
 
-class Gathering:
-    """A coordinator, and servers and workers as they are added."""
+class Roles:
+    """A coordinator, and servers as they are added, on threads. No member is given up because the test is slow."""
 
-    def __init__(self, folder: Path | None = None, **terms: Any) -> None:
+    def __init__(self, join_info: JoinInfo | None = None, **terms: Any) -> None:
         self.transport = InprocTransport()
-        join_info = JoinInfo(snapshots=str(folder)) if folder is not None else JoinInfo()
-        wanted = {"heartbeat": 10 * PATIENCE_S, "snapshots": folder is not None, **terms}
+        wanted = Terms(**{"heartbeat": 10 * PATIENCE_S, **terms})
         self.coordinator = CoordinatorService(
-            terms=Terms(**wanted), bind="coordinator:0", transport=self.transport, join_info=join_info
+            terms=wanted, bind="coordinator:0", transport=self.transport, join_info=join_info
         )
         self.coordinator.start()
         self.servers: list[ServerService] = []
+
+    def add_servers(self, count: int) -> None:
+        for _ in range(count):
+            self.servers.append(self.server(f"server{len(self.servers)}"))
+            self.servers[-1].start()
+
+    def server(self, id: str) -> ServerService:
+        """A server of this name, not started."""
+        return ServerService(id=id, coordinator=self.coordinator.address, bind="server:0", transport=self.transport)
+
+    def member(self, id: str) -> Job:
+        """A worker of this name."""
+        return Job(id=id, coordinator=self.coordinator.address, transport=self.transport)
+
+    def safely_lose(self, number: int) -> None:
+        """Lose a server once every shard is on two of them: what is lost before has not been promised."""
+        until(lambda: self.coordinator._shell.machine.exposed == 0, "some shards never had a backup")
+        self.servers[number].close()
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+        self.coordinator.close()
+
+
+class Gathering(Roles):
+    """Workers on threads of their own besides, and an observer of what is announced."""
+
+    def __init__(self, folder: Path | None = None, **terms: Any) -> None:
+        join_info = JoinInfo(snapshots=str(folder)) if folder is not None else JoinInfo()
+        super().__init__(join_info, **{"snapshots": folder is not None, **terms})
         self.workers: list[Worker] = []
         self.announced: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._observer = CoordinatorLink(
@@ -104,20 +134,10 @@ class Gathering:
         self._observer.start()
         until(lambda: len(self.coordinator._shell.announcer.observers) == 1)
 
-    def add_servers(self, count: int) -> None:
-        for _ in range(count):
-            server = ServerService(
-                id=f"server{len(self.servers)}", coordinator=self.coordinator.address, bind="server:0",
-                transport=self.transport,
-            )  # fmt: skip
-            server.start()
-            self.servers.append(server)
-
     def add_worker(
         self, at: Callable[[int, int], None] = lambda step, replica: None, loss: Any = loss_of, **settings: Any
     ) -> Worker:
-        job = Job(id=f"worker{len(self.workers)}", coordinator=self.coordinator.address, transport=self.transport)
-        self.workers.append(Worker(job, at, settings, loss))
+        self.workers.append(Worker(self.member(f"worker{len(self.workers)}"), at, settings, loss))
         return self.workers[-1]
 
     def heard(self, kind: type[Message]) -> list[Any]:
@@ -137,9 +157,7 @@ class Gathering:
         for worker in self.workers:
             worker._thread.join(PATIENCE_S)
             worker.job.close()
-        for server in self.servers:
-            server.close()
-        self.coordinator.close()
+        super().close()
         self._observer.close()
 
 

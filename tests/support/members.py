@@ -1,4 +1,4 @@
-"""Programs that a test starts one by one, as a person does, and what each of them prints."""
+"""Programs that a test starts one by one, as a person does, and what each of them prints; a script that they train."""
 
 from __future__ import annotations
 
@@ -11,6 +11,25 @@ from pathlib import Path
 from support.programs import Program
 
 PATIENCE_S = 240.0  # against hanging only: a worker by hand imports torch anew, and two took more than a minute
+
+
+def script(steps: int | str = 10**9, *, before: str = "", after: str = "") -> str:
+    """A script that trains a small model for so many steps.
+
+    before: what it does before each micro-batch. after: what it does at its end, in the ``with`` of its job.
+    """
+    return f"""
+import os, pathlib, sys, time, torch, rallypoint as rp
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+with rp.join() as job:
+    for micro in job.train(model, data, replicas=2, batch=4, steps={steps}):
+        {before or "pass"}
+        with micro:
+            micro.backward(model(micro.batch[0]).square().mean())
+    {after or "pass"}
+"""
 
 
 class Members:
