@@ -511,6 +511,13 @@ def test_a_read_error_of_a_store_is_no_damage(monkeypatch: pytest.MonkeyPatch, o
     assert found.id == newest.id
 
 
+def test_the_url_of_a_store_is_no_pattern() -> None:
+    store = SnapshotStore("memory://runs [1]/a*")
+    gone, stays = take(store, 1), take(store, 2)
+    store.discard(gone.id)
+    assert MemoryFileSystem().ls("/runs [1]/a*", detail=False) == ["/runs [1]/a*/latest", f"/runs [1]/a*/{stays.id}"]
+
+
 def test_bytes_with_a_wrong_checksum_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SnapshotStore(str(tmp_path))
     manifest = take(store, 2)

@@ -8,6 +8,7 @@ log that needs shared memory, or by an older way, as the disk where it is allows
 from __future__ import annotations
 
 import contextlib
+import glob
 import errno
 import fcntl
 import logging
@@ -137,8 +138,9 @@ class Files:
 
     def remove_folder(self, folder: str) -> None:
         """Remove a folder with everything in it. Does nothing when there is none."""
+        path = self._full(folder)
         with contextlib.suppress(FileNotFoundError):
-            self._fs.rm(self._full(folder), recursive=True)
+            self._fs.rm(path if self.on_disks else glob.escape(path), recursive=True)  # others' takes patterns
 
     def sweep(self, name: str) -> None:
         """Remove the partial files that killed writers of `name`, directly below the root, have left."""
