@@ -8,9 +8,9 @@ log that needs shared memory, or by an older way, as the disk where it is allows
 from __future__ import annotations
 
 import contextlib
-import glob
 import errno
 import fcntl
+import glob
 import logging
 import os
 import re
