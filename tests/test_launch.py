@@ -772,7 +772,7 @@ def test_a_last_version_that_cannot_be_stored_is_held_until_there_is_room_or_the
     said = played.said.splitlines()
     assert said[0] == f"the run's folder: {played.folder}"
     assert said[1] == "starting 1 server and 1 worker: each imports torch first"
-    assert said[-1] == f"everything of this run: {played.folder}"
+    assert said[-1] == f"everything of this run: {played.folder} (its curves: rallypoint watch {played.folder})"
     assert said[-2].startswith("done: 12 steps, ")
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import sys
 import time
@@ -108,7 +109,8 @@ def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edit
         with (raised(), cluster_of(plan, warn) as cluster, ClusterRun(plan, console, cluster, edited) as run):
             status = run.watch(intervene)
         if status == 0:
-            console.console.print(f"[dim]everything of this run: {escape(plan.folder)}[/dim]", soft_wrap=True)
+            folder = f"{plan.folder} (its curves: rallypoint watch {shlex.quote(plan.folder)})"
+            console.console.print(f"[dim]everything of this run: {escape(folder)}[/dim]", soft_wrap=True)
         return status
     except (KeyboardInterrupt, Interrupted) as interrupt:
         console.close()
