@@ -25,7 +25,7 @@ from rallypoint.server import inbox
 from rallypoint.server.held import LEAST_BESIDE, worked_beside
 from rallypoint.server.job import ServerJob
 from rallypoint.server.reducer import Reducer
-from rallypoint.server.service import ServerService
+from rallypoint.server.service import ServerService, update_threads
 from rallypoint.testing.simulation.server import Made
 
 MIB = 1 << 18  # words
@@ -374,3 +374,11 @@ def test_a_thread_that_updates_computes_alone_unless_the_bytes_need_more(optimiz
         threads.shutdown()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("cores", "servers", "expected"), [(1, 1, 0), (2, 1, 2), (2, 2, 1), (8, 1, 4), (8, 4, 2)])
+def test_servers_of_one_host_share_its_cores(
+    cores: int, servers: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rallypoint.server.service.usable_cores", lambda: cores)
+    assert update_threads(servers) == expected

@@ -157,7 +157,7 @@ class ServerService(ListeningMember):
             writer = self._writer_of(about.snapshots, cast(Compression, about.compression), self.id, self._link.send)
         self._skipped = Once()  # of one contribution, each of its shards says so
         self._intake = self._intake_of(job, self._views, self._owner.put, self._tracer, about.trace)
-        threads = update_threads() if self._owner.alone else 0
+        threads = update_threads(about.servers if about.one_host else 1) if self._owner.alone else 0
         self._reducer = Reducer(self.id, job, self, self._owner.put, self._tracer, writer, about.snapshots, threads)
         self._owner.handler = self._reducer
         return Peers(
@@ -213,9 +213,9 @@ class ServerService(ListeningMember):
                 return self._intake.receive_from_worker
 
 
-def update_threads() -> int:
-    """How many threads of a server make updates: one for each core that it may use, 4 at most; 0 on one core."""
-    return min(count, 4) if (count := usable_cores()) > 1 else 0
+def update_threads(servers: int) -> int:
+    """How many threads of a server make updates where so many share the cores: one a core, 4 at most; 0 on one core."""
+    return min(max(count // servers, 1), 4) if (count := usable_cores()) > 1 else 0
 
 
 def run_servers(services: Sequence[ServerService]) -> str | None:
