@@ -68,10 +68,19 @@ def test_of_several_runs_it_shows_the_settings_that_differ_and_the_losses_on_one
     assert "clip" not in text
 
 
-@pytest.mark.parametrize(("other", "shown"), [("y" * 99, {"x": 99, "y": 99}), ("x" * 99, {"x": 0, "y": 0})])
-def test_a_long_setting_is_shown_whole_and_where_none_differs_it_says_so(other: str, shown: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("one", "other", "shown"),
+    [
+        ("x" * 99, "y" * 99, {"x": 99, "y": 99}),
+        ("x" * 99, "x" * 99, {"x": 0, "y": 0}),
+        ("x" * 999, "x" * 998 + "y", {"x": 399, "y": 1}),  # a table of rates: its ends
+    ],
+)
+def test_a_long_setting_is_shown_and_where_none_differs_it_says_so(
+    one: str, other: str, shown: dict[str, int]
+) -> None:
     console = Console(file=io.StringIO(), width=80, highlight=False)
-    console.print(compared({"a": RunState(), "b": RunState()}, {"a": {"at": "x" * 99}, "b": {"at": other}}, 80))
+    console.print(compared({"a": RunState(), "b": RunState()}, {"a": {"at": one}, "b": {"at": other}}, 80))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert {letter: text.count(letter) for letter in shown} == shown
     assert ("no settings differ" in text) == (shown["x"] == 0)

@@ -656,8 +656,15 @@ class RunState:
         self.members.over(self.now)
 
 
+_LONG = 200  # characters
+
+
 def differing(settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """For each run the settings that are not the same in all of them."""
+    """For each run the settings that are not the same in all of them; of a long one, as a table of rates, the ends."""
     names = {name for own in settings.values() for name in own}
     differ = sorted(name for name in names if len({own.get(name, "") for own in settings.values()}) > 1)
-    return {run: {name: own.get(name, "") for name in differ} for run, own in settings.items()}
+    return {run: {name: _ends(own.get(name, "")) for name in differ} for run, own in settings.items()}
+
+
+def _ends(text: str) -> str:
+    return text if len(text) <= _LONG else f"{text[: _LONG // 2]} ... {text[-_LONG // 2 :]}"
