@@ -72,7 +72,81 @@ class Handlers:
     on_link: Callable[[bool], None] = lambda whole: None
 
 
-class CoordinatorLink:
+class LinkState:
+    """What a member's link to the coordinator keeps from one connection to the next, the simulation's links too.
+
+    Attributes:
+        credentials: those of this member, for its links to servers too.
+        admitted: a coordinator knows it now.
+    """
+
+    _channel: Channel  # the connection
+
+    def __init__(self, me: Identity, on_admitted: Callable[[bool], None] | None) -> None:
+        self.credentials, self.admitted, self._on_admitted = Credentials(me), me.role == "observer", on_admitted
+        self._knows, self._views = Knows(), ViewReceiver()  # the newest view; those of the connection
+        self._unsent: deque[Message] = deque()
+        self._reports = LastReports()
+        self._lock = threading.Lock()
+
+    @property
+    def incarnation(self) -> int:
+        """The incarnation that the coordinator gave this member; 0 before that."""
+        return self._me.incarnation
+
+    @property
+    def _me(self) -> Identity:
+        return self.credentials.me
+
+    def send(self, message: Message) -> None:
+        """Send a message now, or as soon as the coordinator is back. Any thread may call it."""
+        with self._lock:
+            self._reports.note(message)
+            if self.admitted:
+                self._channel.send_message(message)
+            else:
+                self._unsent.append(message)
+
+    def _connected(self, channel: Channel) -> None:
+        if self._me.role != "observer" and self.incarnation:
+            channel.send_message(self._knows)  # before anything else: the coordinator may be another one
+        self._channel, self._views = channel, ViewReceiver()
+
+    def _lost(self) -> None:
+        with self._lock:
+            self.admitted = False
+
+    def _take(self, message: Message) -> Message:
+        """The message; a difference to a view has become the view. CorruptFrame: see `ViewReceiver`."""
+        if isinstance(message, ViewChange | NewView):
+            message = self._views.take(message)
+            self.credentials.given(message.view, message.tickets)
+            if self._knows.view is None or message.view.number > self._knows.view.number:
+                self._knows = Knows(message.view, message.proof)
+        return message
+
+    def _take_admission(self, admitted: Admitted) -> None:
+        before, incarnation = self.incarnation, admitted.incarnation
+        self.credentials.admitted(incarnation, admitted.secret)
+        with self._lock:
+            if before and before != incarnation:
+                self._knows = Knows()
+                self._unsent.clear()  # sent by an incarnation that was given up
+                self._reports.forget()
+            # First, because they are older than what waits
+            self._unsent.extendleft(reversed(self._reports.again({id(message) for message in self._unsent})))
+        if self._on_admitted is not None:
+            self._on_admitted(before != incarnation)
+        self._say_the_rest()
+
+    def _say_the_rest(self) -> None:
+        with self._lock:
+            self.admitted = True
+            while self._unsent:
+                self._channel.send_message(self._unsent.popleft())
+
+
+class CoordinatorLink(LinkState):
     """A member's link to the coordinator. The constructor joins as `me`; `start` begins to receive messages.
 
     `address` says where the coordinator may be (see `Whereabouts`): each attempt tries each place in turn. The
@@ -85,26 +159,19 @@ class CoordinatorLink:
     place. Messages sent meanwhile wait, and the last reports are sent again. Both are dropped if the coordinator has
     given this member up and admits it as a new one. Nothing is believed of whoever listens at one of the places and
     does not prove that it knows the token (and, once this member is admitted, its secret): the link tries again.
-
-    `credentials` are those of this member, for its links to servers too. `admitted`: a coordinator knows it now.
     """
 
     def __init__(
         self, *, transport: Transport, address: str, me: Identity, handlers: Handlers, listening_at: str = "",
         patience: float | None = None,
     ) -> None:  # fmt: skip
+        super().__init__(me, handlers.on_admitted)
         self._transport, self._places, self._handlers = transport, Whereabouts(address), handlers
         self._listening_at = listening_at
-        self.credentials = Credentials(me)
         self._process = secrets.token_bytes(_NAME_BYTES)
-        self.admitted = me.role == "observer"
-        self._knows = Knows()  # the newest view that came
-        self._unsent: deque[Message] = deque()
-        self._reports = LastReports()
         self._corrupt: Channel | None = None
         self._said_that_it_waits = self._said_that_beats_fail = False
         self._sampler, self._pacing = sampler_for(transport, handlers.waited), Pacing(traffic_of(transport))
-        self._lock = threading.Lock()
         self._closed = threading.Event()
         self._channel = self._join_patiently(JOIN_TIMEOUT_S if patience is None else patience)
         self._thread = threading.Thread(target=self._receive_all, name="from the coordinator", daemon=True)
@@ -113,18 +180,9 @@ class CoordinatorLink:
         self._sample_thread = threading.Thread(target=self._sample, name="samples of this machine", daemon=True)
 
     @property
-    def incarnation(self) -> int:
-        """The incarnation that the coordinator gave this member; 0 before that."""
-        return self._me.incarnation
-
-    @property
     def peer(self) -> str:
         """The address of the coordinator, as this member is connected to it."""
         return self._channel.connection.peer
-
-    @property
-    def _me(self) -> Identity:
-        return self.credentials.me
 
     def start(self) -> None:
         """Begin to receive messages and to send heartbeats."""
@@ -132,15 +190,6 @@ class CoordinatorLink:
         if self._me.role != "observer":
             self._beat_thread.start()
             self._sample_thread.start()
-
-    def send(self, message: Message) -> None:
-        """Send a message now, or as soon as the coordinator is back. Any thread may call it."""
-        with self._lock:
-            self._reports.note(message)
-            if self.admitted:
-                self._channel.send_message(message)
-            else:
-                self._unsent.append(message)
 
     def close(self) -> None:
         """Send what is queued (for at most 2 seconds), then end the link.
@@ -234,10 +283,7 @@ class CoordinatorLink:
         """Connect again. LinkError if no coordinator answers in time, AccessDenied if it refuses."""
         if self._closed.is_set():
             return
-        channel = self._join_patiently(self.welcome.living)
-        if self._me.role != "observer" and self.incarnation:
-            channel.send_message(self._knows)  # before anything else: the coordinator may be another one
-        self._channel = channel
+        self._connected(channel := self._join_patiently(self.welcome.living))
         if self._me.role == "observer":
             self._forget()
             self._handlers.on_link(True)
@@ -253,25 +299,7 @@ class CoordinatorLink:
 
     def _take_admission(self, admitted: Admitted) -> None:
         self._forget()
-        before, incarnation = self.incarnation, admitted.incarnation
-        self.credentials.admitted(incarnation, admitted.secret)
-        if before and before != incarnation:
-            self._knows = Knows()
-            with self._lock:
-                self._unsent.clear()  # sent by an incarnation that was given up
-                self._reports.forget()
-        with self._lock:  # first, because they are older than what waits
-            self._unsent.extendleft(reversed(self._reports.again({id(message) for message in self._unsent})))
-        new = before != incarnation
-        if self._handlers.on_admitted is not None:
-            self._handlers.on_admitted(new)
-        self._say_the_rest()
-
-    def _say_the_rest(self) -> None:
-        with self._lock:
-            self.admitted = True
-            while self._unsent:
-                self._channel.send_message(self._unsent.popleft())
+        super()._take_admission(admitted)
 
     # ---- threads ----
 
@@ -310,8 +338,7 @@ class CoordinatorLink:
             self._receive_and_rejoin()
         except Exception as fault:  # else this thread would end unseen: a member that lives and hears nothing
             log.error("the link to the coordinator has failed", exc_info=fault)
-            with self._lock:
-                self.admitted = False
+            self._lost()
             self._forget()
             self._channel.close()
             if not self._closed.is_set():
@@ -322,8 +349,7 @@ class CoordinatorLink:
             try:
                 self._receive_some()
             except RallypointError as error:
-                with self._lock:
-                    self.admitted = False
+                self._lost()
                 self._forget()
                 if isinstance(error, CorruptFrame):
                     log.warning("%s; connecting again", error)
@@ -348,7 +374,6 @@ class CoordinatorLink:
                 return
 
     def _receive_some(self) -> None:
-        views = ViewReceiver()
         while True:
             header = self._channel.receive_header()
             if header.kind not in (Kind.CONTROL, Kind.REFUSE):
@@ -356,12 +381,7 @@ class CoordinatorLink:
             message = self._channel.receive_message(header)
             if self._closed.is_set():
                 continue  # it is read for the stream's end, and nobody acts on it
-            if isinstance(message, ViewChange | NewView):
-                message = views.take(message)
-                self.credentials.given(message.view, message.tickets)
-                if self._knows.view is None or message.view.number > self._knows.view.number:
-                    self._knows = Knows(message.view, message.proof)
-            match message:
+            match message := self._take(message):
                 case Admitted():
                     self._hand_over(message, lambda message=message: self._take_admission(message))  # type: ignore[misc]
                 case Refused(reason=reason, final=False) if self.incarnation:

@@ -14,9 +14,9 @@ import msgspec
 from rallypoint.core import protocol
 from rallypoint.core.protocol import Beat, Hello, Message, NewView, Resize, decode, encode
 from rallypoint.core.shard.clip import Measure
-from rallypoint.core.view import Member
 from rallypoint.net.frames import SKIP, Header, Kind
-from rallypoint.net.member import LastReports, ViewReceiver
+from rallypoint.net.handshake import Identity
+from rallypoint.net.member import LinkState
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import Node, Wire
 
@@ -25,40 +25,27 @@ RETRY_S = 0.1
 BEAT_S = 0.5
 
 
-class SimulatedMembership:
+class SimulatedMembership(LinkState):
     """Hands every message that comes to `on_message`; `on_admitted(new)` says whether we are somebody new."""
 
     def __init__(
         self, node: Node, role: str, on_message: Callable[[Any], None], on_admitted: Callable[[bool], None],
         address: str = "", beat: Callable[[], Beat] = Beat, snapshots: str = "",
     ) -> None:  # fmt: skip
+        super().__init__(Identity(role, node.name), on_admitted)
         self._say_beat, self.welcome = beat, protocol.Welcome(snapshots=snapshots)
-        self.credentials = SimpleNamespace(me=Member(node.name, "host"))
-        self.node, self.role, self.address, self.incarnation = node, role, address, 0
-        self._on_message, self._on_admitted = on_message, on_admitted
+        self.node, self.role, self.address, self._on_message = node, role, address, on_message
         self._wire: Wire | None = None
-        self._admitted = False
-        self._knows, self._views = protocol.Knows(), ViewReceiver()  # the newest view; those of the connection
-        self._unsent: deque[Message] = deque()
-        self._reports = LastReports()
         self._connect()
         self._beat()
-
-    def send(self, message: Message) -> None:
-        """Say something, now or when the coordinator can hear it."""
-        self._reports.note(message)
-        if self._wire is not None and self._admitted:
-            self._wire.send(0, message)
-        else:
-            self._unsent.append(message)
 
     def close(self) -> None:
         if self._wire is not None:
             self._wire.close(0)
 
     def _beat(self) -> None:
-        if self._wire is not None and self._admitted:
-            self._wire.send(0, with_paces(self._say_beat(), self.node, self.role))
+        if self.admitted:
+            self._channel.send_message(with_paces(self._say_beat(), self.node, self.role))
         self.node.later(BEAT_S, self._beat)
 
     def _connect(self) -> None:
@@ -71,41 +58,25 @@ class SimulatedMembership:
             self.node.later(RETRY_S, self._connect)
 
     def _up(self, wire: Wire) -> None:
-        self._wire, self._admitted, self._views = wire, False, ViewReceiver()
-        wire.on_message[0] = self._receive
-        wire.on_close[0] = self._lost
-        if self.incarnation:
-            wire.send(0, self._knows)
+        self._wire, wire.on_message[0], wire.on_close[0] = wire, self._receive, self._down
+        self._connected(cast(Any, SimpleNamespace(send_message=lambda message: wire.send(0, message))))
 
-    def _lost(self) -> None:
-        self._wire, self._admitted = None, False
+    def _down(self) -> None:
+        self._wire = None
+        self._lost()
         self.node.later(RETRY_S, self._connect)
 
     def _receive(self, message: Any) -> None:
         if isinstance(message, NewView | protocol.ViewChange):
-            arrived = decode(encode(message))  # as from a socket: where a float belongs, a whole number becomes one
-            assert isinstance(arrived, NewView | protocol.ViewChange), arrived
-            message = self._views.take(arrived)
-        known = self._knows.view
-        if isinstance(message, NewView) and (known is None or message.view.number > known.number):
-            self._knows = protocol.Knows(message.view, message.proof)
+            message = decode(encode(message))  # as from a socket: where a float belongs, a whole number becomes one
+        before = self._knows
+        message = self._take(message)
+        if self._knows is not before:
             self.node.world.note("view", self.node.name, -1, -1, message.view.number, more=message.view)
-        match message:
-            case protocol.Admitted(incarnation=incarnation):
-                new, self.incarnation = incarnation != self.incarnation, incarnation
-                self._admitted = True
-                if new:
-                    self._knows = protocol.Knows()
-                    self._unsent.clear()  # said by somebody who was given up
-                    self._reports.forget()
-                assert self._wire is not None
-                for report in self._reports.again({id(message) for message in self._unsent}):
-                    self._wire.send(0, report)
-                self._on_admitted(new)
-                while self._unsent:
-                    self._wire.send(0, self._unsent.popleft())
-            case _:
-                self._on_message(message)
+        if isinstance(message, protocol.Admitted):
+            self._take_admission(message)
+        else:
+            self._on_message(message)
 
 
 # ---- what members say of servers' links, where they are not alike and change ----
