@@ -14,10 +14,11 @@ import pytest
 
 from rallypoint.aggregator import AggregatorRelay
 from rallypoint.codec.base import RowSum, decode_gradient
-from rallypoint.coordinator.acts import BeginSnapshot, CommitSnapshot
+from rallypoint.coordinator.acts import CommitSnapshot
 from rallypoint.coordinator.journal import Journal
 from rallypoint.core.cluster.effects import FindSnapshot
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.protocol import Capture
 from rallypoint.core.shard.effects import Apply
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
@@ -52,7 +53,7 @@ def test_how_long_a_keeper_of_snapshots_takes_follows_from_the_act_and_not_from_
     keeper: Any = SimpleNamespace(do=lambda act: tasks.put(("any words", lambda: None)))
     tasks = _Tasks(node, keeper)
     commit: Any = CommitSnapshot.__new__(CommitSnapshot)
-    for act in (BeginSnapshot("a"), FindSnapshot(), BeginSnapshot("b"), commit):
+    for act in (Capture("a", 0), FindSnapshot(), Capture("b", 0), commit):
         keeper.do(act)
     assert delays == [0.0, 0.5, 0.5, 1.0]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rallypoint.coordinator import inbox
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.protocol import Aborted
 from rallypoint.errors import sentence_of
 
 TICKS = 8  # in one heartbeat, the time after which a silent member is given up
@@ -84,7 +85,7 @@ class Owner:
             try:
                 self._handle(event)
             except Exception as error:
-                self._handle(inbox.EndWanted(f"the coordinator failed: {sentence_of(error)}"))
+                self._handle(Aborted(f"the coordinator failed: {sentence_of(error)}"))
 
 
 # The time without pauses of this process.

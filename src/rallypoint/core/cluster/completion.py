@@ -13,13 +13,14 @@ import msgspec
 
 from rallypoint.core import protocol
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Announce, Effect, FinishJob, Note
+from rallypoint.core.cluster.effects import Abort, Effect, FinishJob, Note
 from rallypoint.core.cluster.evaluations import awaits_evaluation, lost_evaluations
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.modes import Feature
 from rallypoint.core.order import stream_unread
+from rallypoint.core.protocol import Say
 from rallypoint.core.view import EarlyEnd, ViewNumber
 
 
@@ -62,14 +63,14 @@ class Completion:
         at = course.record.steps_at(version)
         # (Where scripts have sums, each says that it has ended, and there are no steps)
         shown = said.left < 0 and Feature.SUMS not in course.record.features
-        news = [Announce(f"the job ends with step {at}: {why} ({who})")] if shown else []
+        news = [Say(f"the job ends with step {at}: {why} ({who})")] if shown else []
         return [*news, *self._ends_with(EarlyEnd(version, why, who))]
 
     def decided(self, stop: EarlyEnd) -> list[Effect]:
         """An evaluation has decided that the job ends early."""
         assert self.course.record is not None
         at = self.course.record.steps_at(stop.version)
-        return [Announce(f"the job ends with step {at}: {stop.reason}"), *self._ends_with(stop)]
+        return [Say(f"the job ends with step {at}: {stop.reason}"), *self._ends_with(stop)]
 
     def _deserted(self) -> list[Effect]:
         """All workers have left their loops before the last version: end with the one that they have, if they can."""
@@ -141,7 +142,7 @@ class Completion:
         able = able - members.awaited or able  # who is away hears of it later, or not at all
         stop, at = course.views.orders.stop, course.record.steps_at(course.last)
         lead = lead if lead in able else min(able)
-        effects += [Announce(text) for text in (course.tuning.unfinished(course.record), self._unread()) if text]
+        effects += [Say(text) for text in (course.tuning.unfinished(course.record), self._unread()) if text]
         return [*effects, *course.end(FinishJob(lead) if stop is None else FinishJob(lead, at, stop.reason))]
 
     def _unread(self) -> str:
