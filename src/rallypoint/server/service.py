@@ -51,7 +51,6 @@ class Peers:
         self._dialers: dict[Key, Dialer] = {}
 
     def adopt(self, view: View) -> None:
-        """Close the links that the view no longer needs, and open the new ones."""
         gone, new = self._links.adopt(view)
         for key in gone:
             self._dialers.pop(key).close()
@@ -60,12 +59,10 @@ class Peers:
             dialer.start()
 
     def unreachable(self) -> dict[str, float]:
-        """The other servers that cannot be reached -> seconds. Any thread may call it."""
         missed = {key[0]: dialer.unreachable() for key, dialer in list(self._dialers.items())}
         return {server: seconds for server, seconds in missed.items() if seconds > 0}
 
     def close(self) -> None:
-        """Close all links."""
         for dialer in self._dialers.values():
             dialer.close()
 
@@ -144,10 +141,10 @@ class ServerService(ListeningMember):
         self._owner.put(inbox.AdmissionCame(new))
 
     def _on_other(self, message: Message) -> None:
-        if not isinstance(message, Capture):
+        if isinstance(message, Capture):
+            self._owner.put(message)
+        else:
             super()._on_other(message)
-            return
-        self._owner.put(inbox.CaptureWanted(message.snapshot, message.version))
 
     def _begin(self, job: ServerJob) -> Peers:
         about = self._link.welcome

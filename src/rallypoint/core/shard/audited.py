@@ -130,7 +130,6 @@ class AuditedShard(ShardMachine):
         return ShardMachine._forget_step(self)
 
     def validate(self) -> None:
-        """Raise AssertionError, with a sentence, if the machine is in a state that it can never reach."""
         ShardMachine.validate(self)
         assert self.primary or not self.opinions.replicas, "a backup has opinions"
         assert not any(map(self._sum.knows, self.opinions.replicas)), "opinions on what is accepted"

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events
-from rallypoint.core.shard.clip import Measure, StepVerdict
+from rallypoint.core.shard.clip import Measure
 from rallypoint.core.shard.machine import Digest, Proofs
 from rallypoint.core.shard.server import Effect, On, ServerMachine, TellDisproved
 from rallypoint.core.view import Member, View, ViewNumber
@@ -330,15 +330,6 @@ class ServerShell(Generic[L]):
     def told(self, step: int, measures: Iterable[Measure], number: ViewNumber) -> Sequence[Effect]:
         """Another server sent its measures, under view `number`. Ignored if they are stale."""
         return [] if self.fence.is_stale(number) else self.machine.told(step, measures)
-
-    def decided(self, verdict: StepVerdict) -> Sequence[Effect]:
-        """Apply a verdict, after the effects that came with it."""
-        return self.machine.decided(verdict)
-
-    def restored(self, shard: int, generation: ViewNumber, event: events.Loaded) -> Sequence[Effect]:
-        """The shard was read from a snapshot, for that generation. Check `wants_state` first."""
-        assert self.wants_state(shard, generation)
-        return self.machine.handle(shard, event)
 
     def wants_state(self, shard: int, generation: ViewNumber) -> bool:
         """Is that generation current, and is the shard primary here and still without a state?"""

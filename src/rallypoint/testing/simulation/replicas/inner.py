@@ -21,12 +21,10 @@ class Inner:
     before: int = 0
 
     def begin(self, round: int) -> None:
-        """It goes on to the next round."""
         assert round == self.round + 1, f"round {round} is begun with the inner state of round {self.round}"
         self.round, self.whole, self.before = round, False, self.name
 
     def go_back(self) -> None:
-        """The round is begun once more."""
         self.whole, self.name = False, self.before
 
     def step_back(self) -> None:
