@@ -12,7 +12,7 @@ from rallypoint.core.policy import AllReduce
 from rallypoint.core.view import View
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.plan import Fault
+from rallypoint.testing.simulation.network import Fault
 from rallypoint.testing.simulation.worker import SimulatedWorker
 from support.failing import first_failure
 from test_simulation import ENOUGH, _computed, _plan, _play_all

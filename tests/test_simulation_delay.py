@@ -14,8 +14,9 @@ from rallypoint.core.policy import LocalSteps
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.local import Drift, GoneAhead, InnerStates, OwnParameters
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
-from rallypoint.testing.simulation.policies import InnerStatePlay, word_for
+from rallypoint.testing.simulation.network import Fault
+from rallypoint.testing.simulation.plan import Plan, make_plan
+from rallypoint.testing.simulation.policies import Play, word_for
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas, Drifting
 from rallypoint.testing.simulation.replicas.inner import Inner
 from rallypoint.testing.simulation.run import SimulationFailed, play, simulate
@@ -23,13 +24,13 @@ from support.failing import first_failure
 
 FIXED = range(18)
 ENOUGH = range(200)  # seeds within which a planted bug has to be found
-WHOLE = InnerStatePlay(LocalSteps(3, delay=2))
-FRAGMENTS = InnerStatePlay(LocalSteps(6, fragments=2, delay=2))
+WHOLE = Play("inner", LocalSteps(3, delay=2))
+FRAGMENTS = Play("inner", LocalSteps(6, fragments=2, delay=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [WHOLE, FRAGMENTS], ids=word_for)
-def test_a_delay_gives_the_same_bytes_while_no_worker_dies_and_nothing_rolls_back(policy: InnerStatePlay) -> None:
+def test_a_delay_gives_the_same_bytes_while_no_worker_dies_and_nothing_rolls_back(policy: Play) -> None:
     """One of three plans promises them: links break, members are slow. In the others the job ends, and a round that is
     computed again on the same worker comes to the same (I2)."""
     plans = [make_plan(seed, policy) for seed in FIXED]

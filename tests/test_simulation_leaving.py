@@ -22,14 +22,17 @@ from rallypoint.core.protocol import Finished
 from rallypoint.testing.simulation import run
 from rallypoint.testing.simulation.coordinator import Disk, SimulatedCoordinator
 from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.network import Fault
 from rallypoint.testing.simulation.operating.copies import LOSS, WINDOWS
-from rallypoint.testing.simulation.plan import Fault, Plan, resizes
+from rallypoint.testing.simulation.plan import Plan, make_plan
 from rallypoint.testing.simulation.policies import Mode, word_for
 from rallypoint.testing.simulation.run import Simulation, SimulationFailed, play, simulate
 from support.failing import first_failure
 
-RESIZED = [seed for seed in range(60) if resizes(seed)]
-ENOUGH = [seed for seed in range(300) if resizes(seed)]  # within which a planted bug has to be found
+ENOUGH = [  # within which a planted bug has to be found
+    seed for seed in range(300) if any(fault.kind == "resize" for fault in make_plan(seed).faults)
+]
+RESIZED = [seed for seed in ENOUGH if seed < 60]
 POLICIES = (Sync(), Sync(quorum=2), BoundedStaleness(1), LocalSteps(2, fragments=2), AllReduce())
 
 

@@ -31,7 +31,8 @@ from rallypoint.server.rows import OwnedRows, _used
 from rallypoint.server.shard import GradientSum, OwnedShard, WireCopies
 from rallypoint.testing.simulation.coordinator import Disk, _Tasks
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.plan import Fault, Plan
+from rallypoint.testing.simulation.network import Fault
+from rallypoint.testing.simulation.plan import Plan
 from rallypoint.testing.simulation.policies import parse_policy
 from rallypoint.testing.simulation.run import play
 from support.failing import first_failure

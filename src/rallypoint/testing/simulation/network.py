@@ -184,6 +184,15 @@ class Noted(NamedTuple):
     more: Any
 
 
+class Fault(NamedTuple):
+    """Something that happens at `at` seconds to a member of `role`."""
+
+    at: float
+    kind: str
+    role: str
+    seconds: float = 0.0
+
+
 class Tokens:
     """Numbers of 8 bytes for things that travel as bytes in the product, and are stored."""
 
