@@ -364,24 +364,29 @@ class ShardMachine:
         self.clocked = bool(self.clocks)
         self._sum = TreeSum(self.expected, self.lowest) if self.policy.tree else Chain(self.expected)
 
-    # ---- what a policy reads (`core.policy.Ledger`) ----
+    # ---- what a policy reads ----
 
     @property
     def added(self) -> int:
+        """The number of contributions in the sum in progress."""
         return self._sum.added
 
     @property
     def slowest(self) -> int:
+        """The lowest clock: the number of steps of which every replica's contribution has been applied."""
         return self.clocks.slowest() if self.clocked else self.version
 
     @property
     def visible(self) -> int:
+        """The lowest clock in the published version; lower than `slowest` until the backup has acknowledged."""
         return self.clocks.visible(self.published) if self.clocked else self.published
 
     def knows(self, replica: int) -> bool:
+        """True if this replica's next contribution is here already, in the sum or held."""
         return replica in self._held or self._sum.knows(replica)
 
     def clock(self, replica: int) -> int:
+        """The step of this replica's next contribution; under an aligned policy the round in progress."""
         return self.clocks[replica] if self.clocked else self.version
 
     def handle(self, event: events.Event) -> list[Effect]:
