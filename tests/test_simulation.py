@@ -21,7 +21,7 @@ from rallypoint.core.cadence import Cadence
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.placing import assigner as trial
 from rallypoint.core.placing import view_change
-from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
+from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync, Verdict
 from rallypoint.core.shard.clip import Rule
 from rallypoint.core.shard.clip import StepVerdict as ClipVerdict
 from rallypoint.core.shard.effects import Effect, Publish
@@ -278,14 +278,14 @@ def test_a_bug_planted_on_purpose_is_found(
     first_failure(Sync(), ENOUGH)
 
 
-def _a_bound_that_is_none(self: BoundedStaleness, ledger: Ledger, clock: int) -> bool:
+def _a_bound_that_is_none(self: BoundedStaleness, shard: ShardMachine, clock: int) -> bool:
     """The gate removed."""
     return True
 
 
-def _a_bound_on_what_is_not_published(self: BoundedStaleness, ledger: Ledger, clock: int) -> bool:
+def _a_bound_on_what_is_not_published(self: BoundedStaleness, shard: ShardMachine, clock: int) -> bool:
     """The bound holds for what has been applied; but that is not what a follower gets to see."""
-    return clock <= ledger.slowest + self.staleness
+    return clock <= shard.slowest + self.staleness
 
 
 def _a_clock_that_stands_still(self: Clocks, replica: int, version: int) -> None:
@@ -300,9 +300,9 @@ def _a_clock_that_forgets_the_version(self: Clocks, replica: int, version: int) 
     self.steps[replica] += 1
 
 
-def _every_arrival_is_added(self: Async, ledger: Ledger, step: int, replica: int) -> Verdict:
+def _every_arrival_is_added(self: Async, shard: ShardMachine, step: int, replica: int) -> Verdict:
     """I2 broken."""
-    return Verdict.ADD if step <= ledger.clock(replica) else Verdict.REJECT
+    return Verdict.ADD if step <= shard.clock(replica) else Verdict.REJECT
 
 
 def _published_before_it_is_durable(self: ShardMachine) -> list[Effect]:

@@ -68,8 +68,7 @@ class Completion:
 
     def decided(self, stop: EarlyEnd) -> list[Effect]:
         """An evaluation has decided that the job ends early."""
-        assert self.course.record is not None
-        at = self.course.record.steps_at(stop.version)
+        at = self.course.job.steps_at(stop.version)
         return [Say(f"the job ends with step {at}: {stop.reason}"), *self._ends_with(stop)]
 
     def _deserted(self) -> list[Effect]:
@@ -77,11 +76,10 @@ class Completion:
         course, stop = self.course, self.course.views.orders.stop
         if stop is None:
             return []
-        assert course.record is not None
         left = [course.members.left.get(worker, course.last) for worker in course.members.present]
         if not left or max(left) >= course.last:
             return []
-        if (version := max(left)) >= course.known and Feature.DOWN not in course.record.features:
+        if (version := max(left)) >= course.known and Feature.DOWN not in course.job.features:
             return self._ends_with(msgspec.structs.replace(stop, version=version))
         return course.end(Abort(
             f"{stop.reason} ({stop.worker}), and so have all other workers, in the middle of a step or before the job "
@@ -99,12 +97,10 @@ class Completion:
         """The version, or a later one if later ones are known to exist. The last is sent as it is, so with a lossy
         `down` it must be one that is yet to be made."""
         course = self.course
-        assert course.record is not None
-        return version if course.known <= version else course.known + (Feature.DOWN in course.record.features)
+        return version if course.known <= version else course.known + (Feature.DOWN in course.job.features)
 
     def _ends_with(self, stop: EarlyEnd) -> list[Effect]:
         course = self.course
-        assert course.record is not None
         before, taking = course.views.orders.stop, self.snapshots.taking
         course.views.order(stop=stop)
         course.members.done.clear()
@@ -154,13 +150,11 @@ class Completion:
 
     def _is_the_last(self, generation: ViewNumber, version: int) -> bool:
         course = self.course
-        assert course.record is not None
-        version = course.record.rounds if version < 0 else version
+        version = course.job.rounds if version < 0 else version
         return course.is_current(generation) and version == course.last
 
     def _can_be(self, said: set[str]) -> bool:
         course = self.course
-        assert course.record is not None
         assert course.view is not None
         last, computing = course.last - 1, course.computing()
         if max(course.furthest, course.applied) >= last:
@@ -172,7 +166,6 @@ class Completion:
 
     def _believe(self, workers: set[str]) -> list[Effect]:
         course = self.course
-        assert course.record is not None
         assert course.view is not None
         course.members.done |= workers
         for worker in sorted(workers):

@@ -281,10 +281,15 @@ class Course:
         return self.views.view
 
     @property
-    def replicas(self) -> int:
-        """R, the number of replicas. Call it only when the record is known."""
+    def job(self) -> JobRecord:
+        """The record. Call it, and `replicas`, only when it is known."""
         assert self.record is not None
-        return int(self.record.config["replicas"])
+        return self.record
+
+    @property
+    def replicas(self) -> int:
+        """R, the number of replicas."""
+        return int(self.job.config["replicas"])
 
     @property
     def storing_first_weights(self) -> bool:

@@ -284,9 +284,8 @@ def _evaluation_of(record: JobRecord, lease: Lease) -> str:
 
 def lost_evaluations(course: Course) -> list[Effect]:
     """Say which evaluations have no result, at the job's end."""
-    assert course.record is not None
     lost = sorted(version for version, figures in course.evaluations.results.items() if figures is None)
-    steps = ", ".join(str(course.record.steps_at(version)) for version in lost)
+    steps = ", ".join(str(course.job.steps_at(version)) for version in lost)
     return [Say(f"without an evaluation: step {steps}; whoever had that version was lost")] if lost else []
 
 

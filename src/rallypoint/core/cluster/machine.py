@@ -328,11 +328,10 @@ class ClusterMachine:
         course, members = self.course, self.course.members
         if len(members.servers) < course.servers_to_begin or len(members.proposed) < course.workers_to_begin:
             return []
-        assert course.record is not None
         refused, begins = course.dismiss_aggregators(), self._succession.begin()
         if course.phase is Phase.GATHERING:
             return [*refused, *begins]  # all who could begin are leaving: nobody is sent the record, it may be dropped
-        prepare = [Send(member, Prepare(course.record)) for member in (*members.servers, *members.aggregators)]
+        prepare = [Send(member, Prepare(course.job)) for member in (*members.servers, *members.aggregators)]
         return [*refused, *prepare, *begins]
 
     def _left(self, member: str, reason: str) -> list[Effect]:

@@ -345,7 +345,6 @@ class Succession:
         active worker with the lowest id).
         """
         course = self.course
-        assert course.record is not None
         course.applied, course.witnesses = -1, set()
         course.handover.restart()
         rolled_back(course)
@@ -361,10 +360,10 @@ class Succession:
         fresh = origin == "" and uploader == "" and course.terms.snapshots
         capture = self.snapshots.capture(0, writers) if fresh else []
         # Do not start from the old assignment: all replicas are computed again in any case.
+        shards = course.job.layout.shards
         view = course.views.first(
-            course.record.layout.shards, course.members, self._assignments(None), uploader=first, origin=origin,
-            ending=ending,
-        )  # fmt: skip
+            shards, course.members, self._assignments(None), uploader=first, origin=origin, ending=ending
+        )
         return [*self._publish(view, abandon=False), *capture]
 
     def _publish(self, view: View, *, abandon: bool) -> list[Effect]:
@@ -404,8 +403,7 @@ class Succession:
 
 def _lost(course: Course, version: int) -> str:
     """What it costs to go back to `version`, and which option would spare it."""
-    assert course.record is not None
-    steps = course.record.steps_at(course.furthest + 1) - course.record.steps_at(version)
+    steps = course.job.steps_at(course.furthest + 1) - course.job.steps_at(version)
     if steps <= 0:
         return ""
     again = f"; {steps} step{'s are' if steps > 1 else ' is'} computed again"

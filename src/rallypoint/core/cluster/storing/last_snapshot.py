@@ -216,10 +216,9 @@ class LastSnapshot:
         """The members that store the snapshot; none if nobody can store one of the shards."""
         course, able = self.course, self._able(failing)
         assert course.view is not None
-        assert course.record is not None
         if not able or not course.members.awaited.isdisjoint(able):
             return []
-        writer_of, shards = course.recovery.writer_of, course.record.layout.shards
+        writer_of, shards = course.recovery.writer_of, course.job.layout.shards
         return able if {writer_of(shard.index, able, course.view) for shard in shards} <= set(able) else []
 
     def _able(self, failing: Failing) -> list[str]:

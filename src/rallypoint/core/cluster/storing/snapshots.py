@@ -102,14 +102,13 @@ class Snapshots:
         course = self.course
         if not course.begun or course.phase is not Phase.RUNNING or not course.terms.snapshots:
             return []
-        assert course.record is not None
         said = ""
         if tunes_period(course):
             said = course.tuned_period.look(course.furthest, course.now, taking=self.duty.taking is not None)
         chosen: list[Effect] = [Say(said), SnapshotEvery(course.tuned_period.seconds)] if said else []
         ending = self._ending
         due = self.duty.is_due(
-            course.record, course.furthest, course.now, period=course.snapshot_period, ending=ending, lead=self._lead
+            course.job, course.furthest, course.now, period=course.snapshot_period, ending=ending, lead=self._lead
         )
         soon = self.duty.taking is None and self._evaluated_soon()
         if due and not (self.duty.wanted or self.duty.held or ending):  # only the period asks for it
@@ -137,10 +136,9 @@ class Snapshots:
     def _next_version(self) -> int:
         """The version of a snapshot that is asked for now."""
         course = self.course
-        assert course.record is not None
         assert course.view is not None
         in_rounds, ending = course.strategies.in_rounds, course.view.orders.ending
-        version = self.duty.next_version(course.record, course.furthest, in_rounds=in_rounds, ending=ending)
+        version = self.duty.next_version(course.job, course.furthest, in_rounds=in_rounds, ending=ending)
         version, evaluated = min(version, course.last), version_to_capture(course)
         if course.views.orders.paused is not None:
             version = min(version, max(course.views.orders.paused, course.known))  # no later one is made for now
@@ -150,9 +148,8 @@ class Snapshots:
 
     def capture(self, version: int, writers: Sequence[str]) -> list[Effect]:
         """Begin a snapshot of `version`, which replaces the one in progress, and ask `writers` for their parts."""
-        assert self.course.record is not None
         self.course.evaluations.asked = max(self.course.evaluations.asked, version)
-        shards = (shard.index for shard in self.course.record.layout.shards)
+        shards = (shard.index for shard in self.course.job.layout.shards)
         return [Capture(self.duty.begin(version, shards, self.course.now, writers), version, tuple(writers))]
 
     def _may_be_stored(self, version: int, missed: Sequence[str]) -> bool:
@@ -187,8 +184,7 @@ class Snapshots:
         if event.passed >= 0:
             # One server's word: like a report, it proves at most one step after what is known. If it has passed more,
             # the next request fails too, and this goes on until the servers' other words are here.
-            assert self.course.record is not None
-            passed = min(event.passed, self.course.record.rounds)
+            passed = min(event.passed, self.course.job.rounds)
             self.course.furthest = max(self.course.furthest, self.course.reached_by(passed))
             return []
         if self._at_the_end(version) and self._ending:
