@@ -39,7 +39,6 @@ class Owner:
         self._thread = threading.Thread(target=self._run, name="coordinate", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def put(self, event: inbox.Event | inbox.Barrier) -> None:
@@ -58,7 +57,6 @@ class Owner:
         return time.monotonic() - self._looked
 
     def is_alive(self) -> bool:
-        """True while the thread runs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:

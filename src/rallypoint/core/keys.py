@@ -224,12 +224,10 @@ class KeyMachine:
         return self._advance(range(self.shards))
 
     def link_up(self, server: str) -> list[Effect]:
-        """The link to a server is up (again)."""
         self.links.add(server)
         return self._advance(self._at(server))
 
     def link_lost(self, server: str) -> list[Effect]:
-        """The link to a server has ended."""
         self.links.discard(server)
         for shard in self._at(server):
             self.lines[shard].forget()

@@ -234,7 +234,6 @@ class Credentials:
 
 
 def new_token() -> str:
-    """Make a new random job token."""
     return secrets.token_hex(16)
 
 
@@ -276,7 +275,6 @@ class Greeting:
         return links
 
     def refuse(self, reason: str) -> None:
-        """Refuse the dialer."""
         self._transcript.send(Kind.REFUSE, Refused(reason), self._transcript.keys.listener)
 
 

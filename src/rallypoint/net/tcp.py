@@ -304,7 +304,6 @@ class TcpConnection:
                 self._end()
 
     def _look(self) -> None:
-        """A thread has waited for some time."""
         if is_dead(self._socket):
             self._dead = True
             self._socket.shutdown(socket.SHUT_RDWR)  # for the other thread

@@ -57,12 +57,10 @@ class ServerJob:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """All shards of the layout."""
         return tuple(self.record.layout.shards)
 
     @cached_property
     def plan(self) -> ServerPlan:
-        """The plan for the server's machine."""
         return plan_of(self.config, self.shards)
 
     @cached_property

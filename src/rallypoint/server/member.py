@@ -52,11 +52,9 @@ class Views:
 
     @property
     def number(self) -> ViewNumber:
-        """The number of the current view."""
         return self._fence.number
 
     def is_new(self, view: View) -> bool:
-        """Is the view newer than the current one?"""
         return not self._fence.known or view.number > self._fence.number
 
     def adopt(self, view: View) -> None:
@@ -146,7 +144,6 @@ class OwnerThread:
 
     @property
     def waiting(self) -> int:
-        """How many events are in the inbox."""
         return self._inbox.qsize()
 
     def stop(self) -> None:

@@ -80,7 +80,6 @@ class PayloadTickets:
         return self._last
 
     def nbytes(self, ticket: int) -> int:
-        """The payload's length in bytes."""
         return self._arrived[ticket].nbytes
 
     def settle(self, ticket: int, *, early: int | None = None) -> Buffer:

@@ -116,7 +116,6 @@ class ShardEffects:
         self._owned, self._tickets, self._ledger, self._tracer = parts.owned, parts.tickets, parts.ledger, parts.tracer
 
     def run(self, effects: Sequence[AnyEffect]) -> None:
-        """Run the effects in order."""
         for effect in effects:
             match effect:
                 case server.On(shard=index, effect=on):
@@ -419,7 +418,6 @@ class Reducer:
 
     @property
     def machine(self) -> ServerMachine:
-        """The machine of all shards held here."""
         return self.shell.machine
 
     @property

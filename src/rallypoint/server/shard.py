@@ -60,7 +60,6 @@ class GradientSum:
         self.discard(right)
 
     def discard(self, at: int) -> None:
-        """Drop the part that begins at replica `at`."""
         self._parts.pop(at).release()
 
     def add(self, payload: Buffer, weight: float) -> None:
@@ -89,7 +88,6 @@ class GradientSum:
         return self._parts.pop(0)
 
     def abandon(self) -> None:
-        """Discard the sum and release its buffers."""
         for at in list(self._parts):
             self.discard(at)
 
@@ -211,7 +209,6 @@ class WireCopies:
         return self._encoded[version]
 
     def release(self) -> None:
-        """Release every buffer."""
         for buffer in (*self._raw.values(), *(encoded for _, encoded, _ in self._encoded.values())):
             buffer.release()
         self._raw.clear()
@@ -349,11 +346,9 @@ class AveragedShard:
         raise AssertionError(f"shard {self.shard.index}: its state is the workers'")
 
     def digest(self, before: bytes) -> bytes:
-        """AssertionError: there are no backups."""
         raise AssertionError(f"shard {self.shard.index}: it has no backup")
 
     def load(self, record: ShardRecord) -> None:
-        """Begin with the record of a snapshot."""
         self.release()
         data = encode_record(record, "none")
         buffer = BufferPool(-(-len(data) // 4), keeps=False).take()
@@ -707,7 +702,6 @@ class InPlaceShard:
         self._optimizer.apply(gradient, update.step, update.rate, update.reductions)
 
     def release(self) -> None:
-        """The shard is not held any more."""
         self.abandon()
         self._model.updates.pop(self.shard.index, None)
         self._version = -1
@@ -726,7 +720,6 @@ class InPlaceShard:
         return header
 
     def digest(self, before: bytes) -> bytes:
-        """AssertionError: there are no backups."""
         raise AssertionError(f"shard {self.shard.index}: it has no backup")
 
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:

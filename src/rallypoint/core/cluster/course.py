@@ -194,7 +194,6 @@ class Course:
 
     @property
     def snapshot_period(self) -> SnapshotPeriod:
-        """How often snapshots are taken."""
         told = SnapshotPeriod(self.terms.snapshot_steps, self.terms.snapshot_seconds)
         chosen = SnapshotPeriod(seconds=self.tuned_period.seconds)
         return chosen if tunes_period(self) and chosen.seconds else told

@@ -141,7 +141,6 @@ class ClusterMachine:
 
     @property
     def phase(self) -> Phase:
-        """The phase of the job."""
         return self.course.phase
 
     @property
@@ -151,12 +150,10 @@ class ClusterMachine:
 
     @property
     def view(self) -> View | None:
-        """The view in force; None before the first."""
         return self.course.view
 
     @property
     def last_word(self) -> FinishJob | Abort | None:
-        """How the job ended; None while it goes on."""
         return self.course.last_word
 
     @property
@@ -237,7 +234,6 @@ class ClusterMachine:
         return []
 
     def _told(self, member: str, message: Message) -> list[Effect]:
-        """A member's message."""
         course = self.course
         match message:
             case Applied(step=step, generation=generation):

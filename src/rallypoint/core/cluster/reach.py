@@ -69,7 +69,6 @@ class Reach:
     # ---- what is heard ----
 
     def beat(self, member: str, beat: Beat) -> None:
-        """Take a member's beat."""
         before, now = self._beats.get(member), self.course.now
         if before is None or before.activity != beat.activity or beat.waited > 0:
             self._moved[member] = now

@@ -83,7 +83,6 @@ class Opinions:
         return False, [Drop(event.ticket), *disputed]
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._of.clear()
 
     def _kernels(self, worker: str) -> bytes:

@@ -91,7 +91,6 @@ class Wants:
         return [*self.serve(shard), *self.told_to_wait(event.follower, shard)]
 
     def forget(self, follower: str) -> None:
-        """The follower disconnected."""
         self._waiting.pop(follower, None)
 
     def clear(self) -> None:
@@ -178,7 +177,6 @@ class Requests(Generic[L, W]):
 
     @property
     def shards(self) -> list[int]:
-        """The shards for which a request waits."""
         return list(self._waiting)
 
     def add(self, shard: int, request: Request[L, W]) -> None:
@@ -194,7 +192,6 @@ class Requests(Generic[L, W]):
         self._waiting[shard] = [*others, request]
 
     def gone(self, link: L) -> None:
-        """The link is closed: drop its requests."""
         for shard, requests in list(self._waiting.items()):
             self._keep(shard, (request for request in requests if request.link is not link))
 

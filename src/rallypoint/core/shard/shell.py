@@ -170,7 +170,6 @@ class ServerShell(Generic[L]):
         return effects
 
     def gone(self, link: L, worker: str) -> Sequence[Effect]:
-        """The link is closed."""
         self.unfollow(link)
         if not self.is_current(link, worker):
             return []

@@ -35,7 +35,6 @@ class Chain:
 
     @property
     def weight(self) -> float:
-        """The total weight of the sum."""
         return sum(contribution.weight for contribution in self.contributions)
 
     @property
@@ -72,7 +71,6 @@ class Chain:
         return [(Take if self.added == 1 else Add)(contribution.ticket, contribution.weight, base)]
 
     def clear(self) -> None:
-        """Begin the next sum."""
         self.contributions = []
 
     def validate(self) -> None:

@@ -267,7 +267,6 @@ class World:
             call()
 
     def close(self) -> None:
-        """End all threads."""
         for node in self.nodes.values():
             for thread in node.threads:
                 thread.kill()
@@ -277,7 +276,6 @@ class World:
         return next(self._numbers)
 
     def latency(self) -> float:
-        """How long a message takes."""
         return SLOW_S if self.random.random() < 0.01 else self.random.uniform(*LATENCY_S)
 
     def trap(self, name: str) -> None:

@@ -50,7 +50,6 @@ class Plan:
 
     @property
     def resumes(self) -> bool:
-        """Is the job resumed?"""
         return any(fault.kind == RESUME for fault in self.faults)
 
     @property
@@ -61,7 +60,6 @@ class Plan:
         )
 
     def least(self, role: str) -> int:
-        """How many members of a role have to stay."""
         return self.terms.workers_min if role == "worker" else 1
 
 

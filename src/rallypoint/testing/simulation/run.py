@@ -137,7 +137,6 @@ class Simulation:
     # ---- faults ----
 
     def strike(self, fault: Fault) -> None:
-        """Let a fault happen."""
         match fault.kind:
             case "disk full" | "journal full":
                 which = "disk" if fault.kind == "journal full" else "store"
@@ -386,5 +385,4 @@ def play(plan: Plan) -> Result:
 
 
 def simulate(seed: int, played: Played = _SYNC) -> Result:
-    """Play one seed under a policy."""
     return play(make_plan(seed, played))

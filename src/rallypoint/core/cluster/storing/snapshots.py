@@ -98,7 +98,6 @@ class Snapshots:
         return [*([] if lost is None else self._lost(lost)), *self.take_if_due()]
 
     def take_if_due(self) -> list[Effect]:
-        """Begin a snapshot if one is due."""
         course = self.course
         if not course.begun or course.phase is not Phase.RUNNING or not course.terms.snapshots:
             return []

@@ -58,7 +58,6 @@ class InnerOptimizers:
         return 0.0
 
     def contribution(self, shard: int, round: int, replica: int, model: Sequence[Content]) -> Content:
-        """What the replica contributes to the shard."""
         began_with = (*model, self._state.before) if self._job.same_bytes else model
         gradient = self._job.gradient(shard, round, replica, began_with)
         audits = self._job.audits
