@@ -172,7 +172,8 @@ def place_weighted(
 
 def weighted_ranking(shard: int, weights: Mapping[str, float]) -> list[str]:
     """All servers in the shard's order of preference."""
-    return sorted(weights, key=lambda server: (weights[server] / -math.log(_uniform(shard, server)), server))[::-1]
+    drawn = {server: _within(int.from_bytes(_score(shard, server))) for server in weights}
+    return sorted(weights, key=lambda server: (weights[server] / -math.log(drawn[server]), server))[::-1]
 
 
 class _Rooms:
@@ -218,11 +219,6 @@ def loads_of(shards: Sequence[Shard], placed: Mapping[int, str]) -> Counter[str]
         if shard.index in placed:
             loads[placed[shard.index]] += shard.nbytes
     return loads
-
-
-def _uniform(shard: int, server: str) -> float:
-    """A number in (0, 1), the same in every process."""
-    return _within(int.from_bytes(hashlib.blake2b(f"{server}/{shard}".encode(), digest_size=8).digest(), "big"))
 
 
 def _within(bits: int) -> float:
