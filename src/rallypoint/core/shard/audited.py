@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rallypoint.core.audits import owner, peers
+from rallypoint.core.audits import peers
 from rallypoint.core.policy import Verdict
 from rallypoint.core.shard.effects import Accepted, Disputed, Drop, Effect
 from rallypoint.core.shard.events import Contribute
@@ -92,14 +92,14 @@ class Opinions:
     def _is_alone(self, event: Contribute) -> bool:
         """True if it comes from the replica's owner, and nobody is there who can audit that."""
         view = self.view
-        if view is None or owner(view, event.step, event.replica) != event.sender:
+        if view is None or view.owner(event.step, event.replica) != event.sender:
             return False
         return peers(view, event.step, event.sender) == [event.sender]
 
     def _is_enough(self, event: Contribute) -> bool:
         """True if nobody can decide, and the owner's is to be taken: see `Dispute`."""
         view = self.view
-        if view is None or owner(view, event.step, event.replica) != event.sender:
+        if view is None or view.owner(event.step, event.replica) != event.sender:
             return False
         named = (event.step, event.replica, "")
         return any((dispute.step, dispute.replica, dispute.third) == named for dispute in view.orders.disputes)
