@@ -31,6 +31,7 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
 from rallypoint.server.held import LEAST_BESIDE, HeldShard, ShardFactory, newest_is_enough, worked_beside
 from rallypoint.server.job import ServerJob
+from rallypoint.server.member import Handler
 from rallypoint.server.parts import (
     AuditReports,
     Fingerprints,
@@ -364,7 +365,7 @@ _WHILE_UPDATED = frozenset({  # events that touch no tensors but by effects on a
 })  # fmt: skip
 
 
-class Reducer:
+class Reducer(Handler):
     """The shards of one server in one job. Not thread-safe: only the owner thread calls it.
 
     `put` appends an event to the inbox. `threads` is how many make updates beside the owner's; 0: none.

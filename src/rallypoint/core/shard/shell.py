@@ -52,29 +52,6 @@ class Fence:
         return number < self.generation
 
 
-Key = tuple[str, int]  # id and incarnation: a server that joins again is a new peer
-
-
-@dataclass(slots=True)
-class PeerLinks:
-    """The other servers that this server keeps a link to. `decides`: servers exchange measures at every step."""
-
-    me: str
-    decides: bool
-    _open: dict[Key, Member] = field(default_factory=dict)
-
-    def adopt(self, view: View) -> tuple[list[Key], list[Member]]:
-        """Returns the links to close and the members to connect to. Links are needed for measures and for backups."""
-        others = {(m.id, m.incarnation): m for m in view.servers if m.id != self.me}
-        gone = [key for key in self._open if key not in others]
-        for key in gone:
-            del self._open[key]
-        needed = self.decides or bool(view.backup)
-        new = {key: member for key, member in others.items() if needed and key not in self._open}
-        self._open |= new
-        return gone, list(new.values())
-
-
 class Link(Protocol):
     """A connection. Of two links from the same worker, the one with the higher `number` is newer and counts."""
 
