@@ -351,7 +351,7 @@ class TcpConnection:
                 self._port.share(self, part)
 
     def sent(self) -> Sent | None:
-        """See `net.sampling.Paceable`."""
+        """What it has sent; None where the system does not say, or when it has ended."""
         return sent_of(self._socket)
 
     def finish(self) -> None:
