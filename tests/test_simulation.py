@@ -21,7 +21,7 @@ from rallypoint.core.cadence import Cadence
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.placing import assigner as trial
 from rallypoint.core.placing import view_change
-from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
+from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync, Verdict
 from rallypoint.core.shard.clip import Rule
 from rallypoint.core.shard.clip import StepVerdict as ClipVerdict
 from rallypoint.core.shard.effects import Effect, Publish
@@ -36,8 +36,9 @@ from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Action, Compute, Install, Slot
 from rallypoint.core.worker.streaming import StreamMachine
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.plan import Fault, Plan, fills_the_journal, make_plan
-from rallypoint.testing.simulation.policies import Played, Poisoned, replay_line, word_for
+from rallypoint.testing.simulation.network import Fault
+from rallypoint.testing.simulation.plan import Plan, make_plan
+from rallypoint.testing.simulation.policies import Play, Played, replay_line, word_for
 from rallypoint.testing.simulation.run import Result, Simulation, SimulationFailed, play, simulate
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.worker import SimulatedWorker
@@ -163,7 +164,9 @@ def test_the_fixed_seeds_play_every_kind_of_fault() -> None:
     assert {plan.terms.workers_min for plan in plans} == {1, 2}
 
 
-JOURNAL_BEHIND = [seed for seed in range(1000, 1200) if fills_the_journal(seed)]
+JOURNAL_BEHIND = [
+    seed for seed in range(1000, 1200) if any(fault.kind == "journal full" for fault in make_plan(seed).faults)
+]
 
 
 @pytest.mark.slow
@@ -275,14 +278,14 @@ def test_a_bug_planted_on_purpose_is_found(
     first_failure(Sync(), ENOUGH)
 
 
-def _a_bound_that_is_none(self: BoundedStaleness, ledger: Ledger, clock: int) -> bool:
+def _a_bound_that_is_none(self: BoundedStaleness, shard: ShardMachine, clock: int) -> bool:
     """The gate removed."""
     return True
 
 
-def _a_bound_on_what_is_not_published(self: BoundedStaleness, ledger: Ledger, clock: int) -> bool:
+def _a_bound_on_what_is_not_published(self: BoundedStaleness, shard: ShardMachine, clock: int) -> bool:
     """The bound holds for what has been applied; but that is not what a follower gets to see."""
-    return clock <= ledger.slowest + self.staleness
+    return clock <= shard.slowest + self.staleness
 
 
 def _a_clock_that_stands_still(self: Clocks, replica: int, version: int) -> None:
@@ -297,9 +300,9 @@ def _a_clock_that_forgets_the_version(self: Clocks, replica: int, version: int) 
     self.steps[replica] += 1
 
 
-def _every_arrival_is_added(self: Async, ledger: Ledger, step: int, replica: int) -> Verdict:
+def _every_arrival_is_added(self: Async, shard: ShardMachine, step: int, replica: int) -> Verdict:
     """I2 broken."""
-    return Verdict.ADD if step <= ledger.clock(replica) else Verdict.REJECT
+    return Verdict.ADD if step <= shard.clock(replica) else Verdict.REJECT
 
 
 def _published_before_it_is_durable(self: ShardMachine) -> list[Effect]:
@@ -401,7 +404,7 @@ POISONED = (Sync(), BoundedStaleness(1), Async(), Async(fold=3), Sync(quorum=2),
 def test_a_gradient_that_is_not_finite_ends_the_job_with_a_sentence_and_is_never_published(
     seeds: range, sync: Any
 ) -> None:
-    _play_seeds(seeds, Poisoned(sync))
+    _play_seeds(seeds, Play("poisoned", sync))
 
 
 def _what_is_not_finite_is_applied(self: Rule, step: int, measures: Any, generation: ViewNumber) -> ClipVerdict:
@@ -423,7 +426,7 @@ def test_a_gradient_that_nobody_stops_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Any, sentence: str
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, first_failure(Poisoned(), ENOUGH))
+    assert re.search(sentence, first_failure(Play("poisoned"), ENOUGH))
 
 
 def _one_server_heard_of_the_norm(seed: int, at: float) -> Simulation:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core.cluster.recovery import StateHolders
+from rallypoint.core.cluster.recovery import WorkersHoldState
 from rallypoint.core.policy import AllReduce
 from rallypoint.core.view import View
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.plan import Fault
+from rallypoint.testing.simulation.network import Fault
 from rallypoint.testing.simulation.worker import SimulatedWorker
 from support.failing import first_failure
 from test_simulation import ENOUGH, _computed, _plan, _play_all
@@ -20,7 +20,7 @@ from test_simulation import ENOUGH, _computed, _plan, _play_all
 JOB = SimulatedJob(replicas=3, steps=14, sync=AllReduce())
 
 
-def _whoever_comes_may_go_on(self: StateHolders, *args: Any, **kwargs: Any) -> bool:
+def _whoever_comes_may_go_on(self: WorkersHoldState, *args: Any, **kwargs: Any) -> bool:
     return False
 
 
@@ -35,7 +35,7 @@ _initialise = SimulatedWorker._initialise
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "bug"), [
-    (StateHolders, "needs_new_generation", _whoever_comes_may_go_on),
+    (WorkersHoldState, "needs_new_generation", _whoever_comes_may_go_on),
     (SimulatedWorker, "_initialise", _the_state_is_of_another_version),
 ])  # fmt: skip
 def test_a_bug_planted_on_purpose_is_found(

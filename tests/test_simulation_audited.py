@@ -12,24 +12,24 @@ from rallypoint.core.shard.audited import Opinions
 from rallypoint.core.shard.events import Contribute
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.aligned import AuditDuties
-from rallypoint.testing.simulation.policies import Audited, AuditedWrong, Play, parse_policy, word_for
+from rallypoint.testing.simulation.policies import Play, parse_policy, word_for
 from rallypoint.testing.simulation.run import simulate
 from support.failing import first_failure
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_is_killed_the_bytes_are_the_same_and_nobody_is_blamed(seed: int) -> None:
-    simulate(seed, Audited())
+    simulate(seed, Play("audited"))
 
 
 @pytest.mark.some("0", "1134", "3")
 @pytest.mark.parametrize("seed", [*range(5), 1108, 1134, 2099])
 def test_a_worker_that_computes_wrong_changes_no_byte(seed: int) -> None:
-    simulate(seed, AuditedWrong())
+    simulate(seed, Play("audited:wrong"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("played", [Audited(), AuditedWrong()])
+@pytest.mark.parametrize("played", [Play("audited"), Play("audited:wrong")])
 def test_many_jobs_with_audits(played: Play) -> None:
     for seed in range(3000, 3010):
         simulate(seed, played)
@@ -45,7 +45,7 @@ def test_a_server_that_waits_for_no_second_opinion_is_found(monkeypatch: pytest.
         return True, []
 
     monkeypatch.setattr(Opinions, "hear", believes)
-    assert "other bytes" in first_failure(AuditedWrong(), range(10))
+    assert "other bytes" in first_failure(Play("audited:wrong"), range(10))
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_worker_that_is_left_alone_and_sends_nothing_again_is_found(monkeypatc
         plan(self, view, step, presum)
 
     monkeypatch.setattr(AuditDuties, "plan", forgets_nothing)
-    first_failure(Audited(), range(60))
+    first_failure(Play("audited"), range(60))
 
 
 @pytest.mark.slow
@@ -71,4 +71,4 @@ def test_a_coordinator_whose_view_names_no_third_worker_is_found(monkeypatch: py
         return view
 
     monkeypatch.setattr(ViewSequence, "following", names_nobody)
-    first_failure(AuditedWrong(), range(10))
+    first_failure(Play("audited:wrong"), range(10))

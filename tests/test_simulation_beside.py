@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rallypoint.coordinator import connections
-from rallypoint.core.policy import Async, Ledger
+from rallypoint.core.policy import Async
 from rallypoint.core.protocol import Hello, Message
+from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer
 from rallypoint.server.intake import FrameChecks
@@ -78,8 +79,8 @@ def _compares_with_the_version_after(
     _take(self, payload, weight, None if base is None else base + 1, at)
 
 
-def _as_in_other_modes(self: Async, ledger: Ledger, staleness: int) -> float:
-    return 1.0 / ledger.expected
+def _as_in_other_modes(self: Async, shard: ShardMachine, staleness: int) -> float:
+    return 1.0 / shard.expected
 
 
 def _of_the_next_version(self: Fingerprints, shard: int, version: int, held: Any) -> None:

@@ -20,10 +20,10 @@ from rallypoint.server.snapshots import StateRelay
 from rallypoint.store.record import ShardRecord
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR, Given
-from rallypoint.testing.simulation.network import Node
+from rallypoint.testing.simulation.network import Fault, Node
 from rallypoint.testing.simulation.operating.resuming import LAUNCHER, RESUME
-from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
-from rallypoint.testing.simulation.policies import CodecStatePlay, Play, parse_policy, word_for
+from rallypoint.testing.simulation.plan import Plan, make_plan
+from rallypoint.testing.simulation.policies import Play, parse_policy, word_for
 from rallypoint.testing.simulation.run import Simulation, play, simulate
 from rallypoint.testing.simulation.worker import SimulatedWorker
 from support.failing import first_failure
@@ -31,16 +31,16 @@ from support.failing import first_failure
 FIXED = range(18)
 ENOUGH = range(150)  # seeds within which a planted bug has to be found
 OTHERS = tuple(
-    CodecStatePlay(mode) for mode in (Sync(quorum=2), BoundedStaleness(1), Async(), LocalSteps(2, fragments=2))
+    Play("codec-state", mode) for mode in (Sync(quorum=2), BoundedStaleness(1), Async(), LocalSteps(2, fragments=2))
 )
 
 
 @pytest.mark.slow
 def test_codec_states_follow_replicas_and_are_restored_so_that_the_bytes_are_those_of_an_undisturbed_job() -> None:
     """Two of three plans promise the bytes: workers leave as told and join, or servers die and the job rolls back."""
-    assert {make_plan(seed, CodecStatePlay()).job.loses_states for seed in FIXED} == {True, False}
+    assert {make_plan(seed, Play("codec-state")).job.loses_states for seed in FIXED} == {True, False}
     for seed in FIXED:
-        simulate(seed, CodecStatePlay())
+        simulate(seed, Play("codec-state"))
 
 
 @pytest.mark.some("codec-state:quorum:2")
@@ -52,18 +52,18 @@ def test_where_codec_states_are_lost_none_is_used_twice_and_none_is_stale(policy
 
 def test_a_worker_that_computes_a_replica_just_reassigned_does_not_keep_its_codec_states() -> None:
     """It had not recalled them, so it never gave them back, and the replica's next worker waited for it for ever."""
-    simulate(137, CodecStatePlay(BoundedStaleness(1)))
+    simulate(137, Play("codec-state", BoundedStaleness(1)))
 
 
 @pytest.mark.parametrize("seed", [334281247, 334281655, 334281979])
 def test_a_worker_that_leaves_gives_the_codec_states_of_the_replica_that_it_was_about_to_compute(seed: int) -> None:
     """The view that took the replica from it came between its choice and its first step: it went, and gave nothing."""
-    simulate(seed, CodecStatePlay())
+    simulate(seed, Play("codec-state"))
 
 
 def test_a_worker_that_was_given_up_uses_no_codec_state_that_lacks_what_others_have_contributed_since() -> None:
     """It was paused after step 2, another worker made step 3, and it went on with step 4 before it heard of that."""
-    simulate(334281942, CodecStatePlay())
+    simulate(334281942, Play("codec-state"))
 
 
 @pytest.mark.parametrize(("word", "seed"), [("resumed:codec-state", 1469), ("codec-state", 121)])
@@ -189,7 +189,7 @@ def test_a_copy_that_was_sent_in_a_pause_is_not_sent_again_and_kept_with_the_nex
 @pytest.mark.slow
 def test_no_plan_that_promises_the_bytes_loses_a_codec_state() -> None:
     """Seed 14 did: a server crashes, the other restores all shards, a third joins and takes half of them."""
-    plans = {seed: plan for seed in FIXED if not (plan := make_plan(seed, CodecStatePlay())).job.loses_states}
+    plans = {seed: plan for seed in FIXED if not (plan := make_plan(seed, Play("codec-state"))).job.loses_states}
     for plan in plans.values():
         play(plan)
     assert 14 in plans
@@ -227,4 +227,4 @@ def test_a_bug_in_codec_states_planted_on_purpose_is_found(
     owner: Any, name: str, bug: Callable[..., Any], sentence: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, first_failure(CodecStatePlay(), ENOUGH[first:]))
+    assert re.search(sentence, first_failure(Play("codec-state"), ENOUGH[first:]))

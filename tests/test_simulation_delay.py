@@ -14,22 +14,22 @@ from rallypoint.core.policy import LocalSteps
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.local import Drift, GoneAhead, InnerStates, OwnParameters
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
-from rallypoint.testing.simulation.policies import InnerStatePlay, word_for
-from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas, Drifting
-from rallypoint.testing.simulation.replicas.inner import Inner
+from rallypoint.testing.simulation.network import Fault
+from rallypoint.testing.simulation.plan import Plan, make_plan
+from rallypoint.testing.simulation.policies import Play, word_for
+from rallypoint.testing.simulation.replicas.inner import DelayedReplicas, Drifting, Inner
 from rallypoint.testing.simulation.run import SimulationFailed, play, simulate
 from support.failing import first_failure
 
 FIXED = range(18)
 ENOUGH = range(200)  # seeds within which a planted bug has to be found
-WHOLE = InnerStatePlay(LocalSteps(3, delay=2))
-FRAGMENTS = InnerStatePlay(LocalSteps(6, fragments=2, delay=2))
+WHOLE = Play("inner", LocalSteps(3, delay=2))
+FRAGMENTS = Play("inner", LocalSteps(6, fragments=2, delay=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [WHOLE, FRAGMENTS], ids=word_for)
-def test_a_delay_gives_the_same_bytes_while_no_worker_dies_and_nothing_rolls_back(policy: InnerStatePlay) -> None:
+def test_a_delay_gives_the_same_bytes_while_no_worker_dies_and_nothing_rolls_back(policy: Play) -> None:
     """One of three plans promises them: links break, members are slow. In the others the job ends, and a round that is
     computed again on the same worker comes to the same (I2)."""
     plans = [make_plan(seed, policy) for seed in FIXED]
@@ -144,7 +144,7 @@ def test_a_bug_planted_on_purpose_is_found(
 
 def test_steps_of_a_generation_that_is_over_are_found_when_they_are_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only server dies while the replica goes ahead: the job goes back to just the version that was on its way."""
-    job = SimulatedJob(shards=2, buffers=0, replicas=1, steps=8, sync=WHOLE.sync, inner=True, loses_states=True)
+    job = SimulatedJob(shards=2, buffers=0, replicas=1, steps=8, sync=WHOLE.of, inner=True, loses_states=True)
     terms = Terms(workers_start=1, workers_max=1, servers=1, snapshot_steps=1, snapshots=True)
     plans = [Plan(seed, job, terms, 1, 1, (Fault(1.0 + seed / 20, "crash", "server", 0.5),)) for seed in range(12)]
     _play_all(plans)

@@ -12,15 +12,15 @@ from rallypoint.core.policy import LocalSteps
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.local import InnerStates
 from rallypoint.testing.simulation.plan import make_plan
-from rallypoint.testing.simulation.policies import InnerStatePlay, word_for
+from rallypoint.testing.simulation.policies import Play, word_for
 from rallypoint.testing.simulation.replicas.inner import Inner
 from rallypoint.testing.simulation.run import simulate
 from support.failing import first_failure
 
 FIXED = range(18)
 ENOUGH = range(200)  # seeds within which a planted bug has to be found
-KEPT, FRAGMENTS = InnerStatePlay(LocalSteps(3)), InnerStatePlay(LocalSteps(3, fragments=3))
-FRESH = InnerStatePlay(LocalSteps(2, keep_inner=False))
+KEPT, FRAGMENTS = Play("inner", LocalSteps(3)), Play("inner", LocalSteps(3, fragments=3))
+FRESH = Play("inner", LocalSteps(2, keep_inner=False))
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_when_every_round_begins_with_a_new_optimizer_the_bytes_are_the_same_wha
 
 @pytest.mark.some("inner-fragments:3")
 @pytest.mark.parametrize("policy", [KEPT, FRAGMENTS], ids=word_for)
-def test_kept_states_give_the_same_bytes_when_nothing_fails_and_else_the_job_ends(policy: InnerStatePlay) -> None:
+def test_kept_states_give_the_same_bytes_when_nothing_fails_and_else_the_job_ends(policy: Play) -> None:
     """Each state begins one round, of the generation that it was made in."""
     plans = [make_plan(seed, policy) for seed in FIXED]
     assert {plan.job.loses_states for plan in plans} == {True, False}
@@ -77,7 +77,7 @@ def _begun_again_from_zero(self: InnerStates[Inner], round: int, replica: int, g
     (FRESH, _everything_is_kept, "other bytes"),
 ], ids=["stale", "again from zero", "nothing kept", "nothing kept of fragments", "kept"])  # fmt: skip
 def test_a_bug_planted_on_purpose_is_found(
-    policy: InnerStatePlay, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+    policy: Play, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(InnerStates, "begin", bug)
     assert re.search(sentence, first_failure(policy, ENOUGH))

@@ -10,7 +10,8 @@ import pytest
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.reach import Finding, Silence
 from rallypoint.core.policy import Async, Sync
-from rallypoint.testing.simulation.plan import Fault, Plan, isolates, make_plan
+from rallypoint.testing.simulation.network import Fault
+from rallypoint.testing.simulation.plan import Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, word_for
 from rallypoint.testing.simulation.run import Simulation, SimulationFailed
 
@@ -45,8 +46,8 @@ def test_an_isolated_coordinator_costs_no_step_and_no_member(seconds: float, pol
 
 
 def test_seeds_play_it_among_other_faults() -> None:
-    faults = [fault.kind for seed in range(14) if isolates(seed) for fault in make_plan(seed).faults]
-    assert faults.count("isolation") == 2
+    faults = [(fault.kind, fault.role) for seed in range(14) for fault in make_plan(seed).faults]
+    assert faults.count(("isolation", "coordinator")) == 2
 
 
 def test_a_coordinator_that_gives_up_whoever_is_silent_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import pytest
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.placing.handover import Handover
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.plan import Fault, Plan
+from rallypoint.testing.simulation.network import Fault
+from rallypoint.testing.simulation.plan import Plan
 from rallypoint.testing.simulation.run import Result, play
 
 SEEDS = range(8)

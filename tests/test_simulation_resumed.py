@@ -18,8 +18,7 @@ from rallypoint.core.cluster.succession import Succession
 from rallypoint.testing.simulation.operating import resuming
 from rallypoint.testing.simulation.operating.resuming import RESUME, WAYS, Resuming
 from rallypoint.testing.simulation.plan import make_plan
-from rallypoint.testing.simulation.policies import ResumedPlay as PlayedResumed
-from rallypoint.testing.simulation.policies import parse_policy, word_for
+from rallypoint.testing.simulation.policies import Play, parse_policy, word_for
 from rallypoint.testing.simulation.run import simulate
 from rallypoint.testing.simulation.store import SimulatedStore
 from support.failing import first_failure
@@ -60,7 +59,7 @@ def test_they_are_resumed_in_each_way_and_coordinators_die_before_the_first_view
     monkeypatch.setattr(Resuming, "_begin", begin)
     monkeypatch.setattr(ClusterMachine, "_recover", recover)
     for seed in (2, 4, 6, 9):
-        simulate(seed, PlayedResumed())
+        simulate(seed, Play("resumed"))
     assert set(begun) == set(WAYS)
     assert sum(begun.values()) >= 4, f"they begin with version 0, most of them: {begun}"
     assert gathering[True] >= 2, "too few coordinators die before the first view"
@@ -84,7 +83,7 @@ def test_a_planted_defect_is_found(
     what: Any, name: str, instead: Callable[..., Any] | bool, first: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(what, name, instead)
-    assert said in first_failure(PlayedResumed(), range(first, first + 20))
+    assert said in first_failure(Play("resumed"), range(first, first + 20))
 
 
 def test_plans_have_a_word_and_are_played_again_as_what_they_are() -> None:

@@ -14,10 +14,11 @@ import pytest
 
 from rallypoint.aggregator import AggregatorRelay
 from rallypoint.codec.base import RowSum, decode_gradient
-from rallypoint.coordinator.acts import BeginSnapshot, CommitSnapshot
+from rallypoint.coordinator.acts import CommitSnapshot
 from rallypoint.coordinator.journal import Journal
 from rallypoint.core.cluster.effects import FindSnapshot
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.protocol import Capture
 from rallypoint.core.shard.effects import Apply
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
@@ -30,13 +31,14 @@ from rallypoint.server.rows import OwnedRows, _used
 from rallypoint.server.shard import GradientSum, OwnedShard, WireCopies
 from rallypoint.testing.simulation.coordinator import Disk, _Tasks
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.plan import Fault, Plan
+from rallypoint.testing.simulation.network import Fault
+from rallypoint.testing.simulation.plan import Plan
 from rallypoint.testing.simulation.policies import parse_policy
 from rallypoint.testing.simulation.run import play
 from support.failing import first_failure
 
 _settle, _apply = PayloadTickets.settle, ShardEffects._apply
-_send_version, _merge = Followers._send_version, AggregatorRelay._merge
+_send, _merge = Followers.send, AggregatorRelay._merge
 _add, _credit = Pulls.add, PayloadTickets.credit
 _applied, _loaded, _taken, _kept = OwnedShard.apply, OwnedShard.load, GradientSum.take, WireCopies.keep
 _rows_merged, _rows_loaded, _rows_read, _rows_encoded = (
@@ -52,7 +54,7 @@ def test_how_long_a_keeper_of_snapshots_takes_follows_from_the_act_and_not_from_
     keeper: Any = SimpleNamespace(do=lambda act: tasks.put(("any words", lambda: None)))
     tasks = _Tasks(node, keeper)
     commit: Any = CommitSnapshot.__new__(CommitSnapshot)
-    for act in (BeginSnapshot("a"), FindSnapshot(), BeginSnapshot("b"), commit):
+    for act in (Capture("a", 0), FindSnapshot(), Capture("b", 0), commit):
         keeper.do(act)
     assert delays == [0.0, 0.5, 0.5, 1.0]
 
@@ -98,10 +100,10 @@ def _the_version_before(self: Followers, channels: Any, shard: int, version: int
     owned: Any = self._owned[shard]
     if asked and owned.keeps(version - 1):
         owned.wire[version], kept = owned.wire[version - 1], owned.wire[version]
-        _send_version(self, channels, shard, version, asked=asked)
+        _send(self, channels, shard, version, asked=asked)
         owned.wire[version] = kept
     else:
-        _send_version(self, channels, shard, version, asked=asked)
+        _send(self, channels, shard, version, asked=asked)
 
 
 def _nobody_looks_again(self: Pulls, channel: Any, header: Any, ids: Any) -> None:
@@ -177,7 +179,7 @@ def _sums_share_their_values(self: OwnedRows, payload: Buffer, weight: float, at
     ("sync", AggregatorRelay, "_merge", _other_released_twice, "more often than it was held", 100),
     ("sync", ShardEffects, "_apply", _published_at_once, "publishes version", 40),
     ("sync", Views, "counts", _of_any_generation, "the generation is", 200),
-    ("sync", Followers, "_send_version", _the_version_before, "other bytes|other floats", 100),
+    ("sync", Followers, "send", _the_version_before, "other bytes|other floats", 100),
     ("tables", Pulls, "add", _nobody_looks_again, "stuck", 20),
     ("fold:3", Reducer, "_stored_state", _clocks_as_they_are_now, "runs ahead|missing", 400),
     ("sync", OwnedShard, "apply", _sum_is_sent_and_is_the_version, "other floats", 10),

@@ -11,21 +11,21 @@ import pytest
 from rallypoint.core.policy import Async, BoundedStaleness, Sync
 from rallypoint.core.shard.pulls import Request, Requests
 from rallypoint.testing.simulation.plan import make_plan
-from rallypoint.testing.simulation.policies import Play, TablesPlay, word_for
+from rallypoint.testing.simulation.policies import Play, word_for
 from rallypoint.testing.simulation.run import simulate
 from rallypoint.worker.exchange.arrivals import RowPull
 from support.failing import first_failure
 
 FIXED = range(12)
 ENOUGH = range(100)  # seeds within which a planted bug has to be found
-OTHERS = (TablesPlay(Sync(quorum=2)), TablesPlay(BoundedStaleness(1)), TablesPlay(Async()))
+OTHERS = (Play("tables", Sync(quorum=2)), Play("tables", BoundedStaleness(1)), Play("tables", Async()))
 
 
 @pytest.mark.slow
 def test_rows_are_those_of_the_step_in_progress_so_that_the_bytes_are_the_same_whatever_fails() -> None:
-    assert any(make_plan(seed, TablesPlay()).faults for seed in FIXED)
+    assert any(make_plan(seed, Play("tables")).faults for seed in FIXED)
     for seed in FIXED:
-        simulate(seed, TablesPlay())
+        simulate(seed, Play("tables"))
 
 
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
@@ -38,7 +38,7 @@ def test_in_the_other_modes_rows_have_what_the_replica_may_count_on(policy: Play
 
 def test_nobody_is_told_to_leave_while_the_only_other_worker_sleeps_and_was_told_before() -> None:
     """The simulated launcher counted the sleeper among those that stay, and no worker was left."""
-    simulate(359152051, TablesPlay(Sync(quorum=2)))
+    simulate(359152051, Play("tables", Sync(quorum=2)))
 
 
 _answered = Requests.answered
@@ -73,4 +73,4 @@ def test_a_bug_planted_on_purpose_is_found(
     owner: Any, name: str, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, first_failure(TablesPlay(), ENOUGH))
+    assert re.search(sentence, first_failure(Play("tables"), ENOUGH))

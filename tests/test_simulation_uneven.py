@@ -7,21 +7,12 @@ import pytest
 from rallypoint.core.placing import view_change
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Sync
 from rallypoint.testing.simulation.plan import make_plan
-from rallypoint.testing.simulation.policies import (
-    Audited,
-    CodecStatePlay,
-    Deciding,
-    PausedPlay,
-    Stopped,
-    TablesPlay,
-    Uneven,
-    parse_policy,
-)  # fmt: skip
+from rallypoint.testing.simulation.policies import Play, parse_policy  # fmt: skip
 from rallypoint.testing.simulation.run import simulate
 from support.failing import first_failure
 
 KINDS = (
-    Sync(), Sync(), Sync(), PausedPlay(), Stopped(), Deciding(), Audited(), CodecStatePlay(), TablesPlay(),
+    Sync(), Sync(), Sync(), *map(Play, ("paused", "stopped", "decided", "audited", "codec-state", "tables")),
     AllReduce(), Async(), LocalSteps(2, fragments=2),
 )  # fmt: skip
 
@@ -29,19 +20,19 @@ KINDS = (
 @pytest.mark.some("0", "1", "2", "8", "11")
 @pytest.mark.parametrize("seed", range(28))
 def test_a_job_whose_servers_links_change_ends_with_the_same_bytes(seed: int) -> None:
-    simulate(seed, Uneven(KINDS[seed % len(KINDS)]))
+    simulate(seed, Play("uneven", KINDS[seed % len(KINDS)]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1150))
 def test_many_jobs_whose_servers_links_change(seed: int) -> None:
-    simulate(seed, Uneven(KINDS[seed % len(KINDS)]))
+    simulate(seed, Play("uneven", KINDS[seed % len(KINDS)]))
 
 
 @pytest.mark.slow
 def test_shards_do_move_in_the_middle_of_jobs() -> None:
     """Else the tests above would be as well if the coordinator believed nothing."""
-    results = [simulate(seed, Uneven()) for seed in range(8)]
+    results = [simulate(seed, Play("uneven")) for seed in range(8)]
     moves = [sum("shards move" in said for said in result.outcome.said) for result in results]
     assert sum(moves) >= 8
     assert max(moves) >= 2
@@ -56,4 +47,4 @@ def test_plans_are_played_again_as_what_they_are() -> None:
 @pytest.mark.slow
 def test_a_shard_that_moves_before_its_new_home_has_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_change, "all", lambda _: True, raising=False)
-    first_failure(Uneven(), range(60))
+    first_failure(Play("uneven"), range(60))

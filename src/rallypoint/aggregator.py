@@ -11,22 +11,19 @@ from typing import Any
 from rallypoint.core import aggregator as machine
 from rallypoint.core.aggregator import AggregatorMachine, AggregatorShell
 from rallypoint.core.protocol import Hello, Say
-from rallypoint.core.shard.shell import Key, PeerLinks
 from rallypoint.core.sums import Block
-from rallypoint.core.view import Member, View
+from rallypoint.core.view import Member
 from rallypoint.errors import ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, Header, Kind
-from rallypoint.net.handshake import Credentials
 from rallypoint.net.pool import Buffer
-from rallypoint.net.transport import Transport
 from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox as of_servers
 from rallypoint.server.held import newest_is_enough
 from rallypoint.server.intake import Intake
 from rallypoint.server.job import ServerJob
-from rallypoint.server.member import ListeningMember, Receive, Views
+from rallypoint.server.member import Handler, Key, ListeningMember, Receive, ServerLinks, Views
 from rallypoint.server.reducer import bad_replicas
 from rallypoint.worker.exchange.links import Receiver, ServerLink
 
@@ -71,59 +68,37 @@ Event = ServerUp | ServerLost | Arrived | AggregatorTick | of_servers.Event
 _CODEC_HEAD = 4096  # bytes beside the values that a codec may need for a small shard
 
 
-class Upstream:
-    """The links, by server. The coordinator's link calls `adopt`; the owner's thread looks links up.
+class Upstream(ServerLinks):
+    """The links to all servers. The owner's thread looks them up by the server."""
 
-    `failed` is called with a fault of our own that has ended a link.
-    """
-
-    def __init__(
-        self, credentials: Credentials, job: ServerJob, views: Views, put: Callable[[Event | None], None],
-        *, transport: Transport, tracer: Tracer, failed: Callable[[BaseException], None],
-    ) -> None:  # fmt: skip
-        self._credentials, self._job, self._views, self._put, self._failed = credentials, job, views, put, failed
-        self._transport, self._tracer = transport, tracer
-        self._wanted = PeerLinks(credentials.me.id, decides=True)  # every server of the view
-        self._links: dict[Key, ServerLink] = {}
+    def __init__(self, job: ServerJob, *about: Any, **settings: Any) -> None:
+        super().__init__(*about, **settings)
+        self._job = job
         self._receivers: dict[Key, _FromServer] = {}
         self._by_id: dict[str, ServerLink] = {}
 
-    def adopt(self, view: View) -> None:
-        """Close the links that the view no longer needs, and open the new ones."""
-        gone, new = self._wanted.adopt(view)
-        for key in gone:
-            link = self._links.pop(key)
-            if self._by_id.get(key[0]) is link:
-                del self._by_id[key[0]]
-            self._receivers.pop(key).let_go()
-            link.close()
-        for member in new:
-            key = (member.id, member.incarnation)
-            receiver = self._receivers[key] = _FromServer(member, self._job, self._views, self._put, self._failed)
-            link = ServerLink(
-                transport=self._transport, server=member, credentials=self._credentials,
-                window=self._job.config.network.window,
-                receiver=receiver, view=lambda: self._views.number, tracer=self._tracer,
-            )  # fmt: skip
-            # Which blocks are early may change with each view: the server keeps no credit back for long (see
-            # `ServerLink.overdraw`), and what is under way is bounded: one block for each part of a sum.
-            link.overdraw(True)
-            self._links[key] = self._by_id[member.id] = link
-            link.start()
+    def _end(self, key: Key) -> None:
+        if self._by_id.get(key[0]) is self._links[key]:
+            del self._by_id[key[0]]
+        self._receivers.pop(key).let_go()
+        super()._end(key)
+
+    def _opened(self, server: Member) -> ServerLink:
+        receiver = _FromServer(server, self._job, self._views, self._put, self._failed)
+        self._receivers[server.id, server.incarnation] = receiver
+        self._by_id[server.id] = link = ServerLink(
+            transport=self._transport, server=server, credentials=self._credentials,
+            window=self._job.config.network.window,
+            receiver=receiver, view=lambda: self._views.number, tracer=self._tracer,
+        )  # fmt: skip
+        # Which blocks are early may change with each view: the server keeps no credit back for long (see
+        # `ServerLink.overdraw`), and what is under way is bounded: one block for each part of a sum.
+        link.overdraw(True)
+        return link
 
     def get(self, server: str) -> ServerLink | None:
         """The link to that server; None if there is none any more."""
         return self._by_id.get(server)
-
-    def unreachable(self) -> dict[str, float]:
-        """The servers that cannot be reached -> seconds. Any thread may call it."""
-        missed = {key[0]: link.unreachable() for key, link in list(self._links.items())}
-        return {server: seconds for server, seconds in missed.items() if seconds > 0}
-
-    def close(self) -> None:
-        """Close all links."""
-        for link in self._links.values():
-            link.close()
 
 
 class _FromServer(Receiver):
@@ -131,7 +106,7 @@ class _FromServer(Receiver):
 
     def __init__(
         self, server: Member, job: ServerJob, views: Views, put: Callable[[Event | None], None],
-        failed: Callable[[BaseException], None],
+        failed: Callable[[Exception], None],
     ) -> None:  # fmt: skip
         self._server, self._job, self._views, self._put, self._failed = server, job, views, put, failed
         self._header: Header | None = None
@@ -196,7 +171,7 @@ class _FromServer(Receiver):
 _NAMED = 32  # a frame can name so many replicas of a block
 
 
-class AggregatorRelay:
+class AggregatorRelay(Handler):
     """One aggregator's tensors and channels. Not thread-safe: only the owner thread calls it.
 
     `taken` and `sent` count the contributions that came from workers, and those that went upstream.
@@ -233,13 +208,6 @@ class AggregatorRelay:
             return
         for effect in handler(event):
             self._run(effect)
-
-    def idle_work(self) -> Callable[[], None] | None:
-        """There is none."""
-        return None
-
-    def close(self) -> None:
-        """The job is over."""
 
     # ---- events ----
 
@@ -398,8 +366,8 @@ class AggregatorService(ListeningMember):
 
     def _begin(self, job: ServerJob) -> Upstream:
         upstream = Upstream(
-            self._link.credentials, job, self._views, self._owner.put,
-            transport=self._transport, tracer=self._tracer, failed=self.failed,
+            job, self._views, self._owner.put, transport=self._transport, credentials=self._link.credentials,
+            tracer=self._tracer, failed=self.failed,
         )  # fmt: skip
         machine = AggregatorMachine(self.id, job.plan.expected, job.plan.cadence, job.plan.carried)
         shell: AggregatorShell[Channel] = AggregatorShell(observed(machine, self.id))

@@ -7,6 +7,7 @@ import time
 
 from rallypoint.coordinator import inbox
 from rallypoint.coordinator.owner import Owner
+from rallypoint.core.protocol import Say
 
 PATIENCE_S = 60.0
 
@@ -25,7 +26,7 @@ def test_a_flood_of_events_does_not_stop_the_clock() -> None:
 
     owner = Owner(handle, 0.001)
     owner.start()
-    owner.put(inbox.SentenceSaid("again"))
+    owner.put(Say("again"))
     try:
         assert enough.wait(PATIENCE_S), f"{len(ticks)} ticks"
     finally:
@@ -42,7 +43,7 @@ def test_what_has_come_before_a_tick_falls_due_is_handled_before_it() -> None:
             handled.append("tick")
             if "a sign of life" in handled:
                 over.set()
-        elif isinstance(event, inbox.SentenceSaid):
+        elif isinstance(event, Say):
             handled.append(event.text)
             if event.text == "long work":
                 busy.set()
@@ -50,11 +51,11 @@ def test_what_has_come_before_a_tick_falls_due_is_handled_before_it() -> None:
 
     owner = Owner(handle, 0.01)
     owner.start()
-    owner.put(inbox.SentenceSaid("long work"))
+    owner.put(Say("long work"))
     assert busy.wait(PATIENCE_S)
     began = time.monotonic()
     for _ in range(3):
-        owner.put(inbox.SentenceSaid("a sign of life"))
+        owner.put(Say("a sign of life"))
     while time.monotonic() < began + 0.02:  # until the next tick is due
         pass
     go_on.set()

@@ -23,7 +23,19 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce
-from rallypoint.core.protocol import Aborted, Admitted, Capture, Done, Evaluated, Held, NewView, Propose, Resize, Say
+from rallypoint.core.protocol import (
+    Aborted,
+    Admitted,
+    Capture,
+    Done,
+    Evaluated,
+    Held,
+    NewView,
+    Propose,
+    Resize,
+    Say,
+    Snapshotted,
+)
 from rallypoint.core.typed import MOST_PUSHES
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.member import ViewReceiver
@@ -109,7 +121,7 @@ class Play:
         ]
         parts = self.say(writer, protocol.Stored(asked[-1].snapshot, {}, dict.fromkeys(SHARDS, ("", 0, 0, ""))))
         (commit,) = (act for act in parts if isinstance(act, acts.CommitSnapshot))
-        return [commit, *self.take(inbox.SnapshotCommitted(commit.snapshot, commit.version, 1, 0.1))]
+        return [commit, *self.take(Snapshotted(commit.snapshot, commit.version, 1, 0.1))]
 
     def report(self, step: int, replica: int, worker: str = "w0") -> list[acts.Act]:
         return self.say(worker, protocol.Report(step, replica, 1.0, 1.0, 4, generation=self.view.generation))
@@ -323,7 +335,7 @@ def launcher(play: Play) -> list[protocol.Message]:
 def test_a_launcher_that_connects_again_hears_what_was_said_meanwhile_and_others_do_not() -> None:
     play = after_the_first_step(of=9)
     play.take(inbox.Closed("o0", play.hello("o0"), "it is away"))
-    play.take(inbox.SentenceSaid("server1 is gone"))
+    play.take(Say("server1 is gone"))
     play.join("o1")
     assert Say("server1 is gone") not in play.sent(Say)
     assert Say("server1 is gone") in launcher(play)
@@ -332,8 +344,8 @@ def test_a_launcher_that_connects_again_hears_what_was_said_meanwhile_and_others
 def test_a_launcher_that_connects_when_the_job_is_over_hears_how_that_came() -> None:
     play = after_the_first_step(of=9)
     play.take(inbox.Closed("o0", play.hello("o0"), "it is away"))
-    play.take(inbox.SentenceSaid("worker1 has had enough"))
-    play.take(inbox.EndWanted("the disk is full"))
+    play.take(Say("worker1 has had enough"))
+    play.take(Aborted("the disk is full"))
     heard = launcher(play)
     assert Say("worker1 has had enough") in heard
     assert heard[-1] == Aborted("the disk is full")
@@ -429,8 +441,8 @@ def test_once_the_journal_knows_that_the_job_has_begun_it_may_fall_behind() -> N
 def test_a_job_that_is_ended_from_outside_says_so_once() -> None:
     play = Play()
     play.begin()
-    play.take(inbox.EndWanted("somebody pulled the plug"))
-    play.take(inbox.EndWanted("again"))
+    play.take(Aborted("somebody pulled the plug"))
+    play.take(Aborted("again"))
     assert play.sent(Aborted) == [Aborted("somebody pulled the plug")] * 2, "the server and the worker"
     assert [act for act in play.done if isinstance(act, acts.Over)] == [acts.Over("somebody pulled the plug")]
 
@@ -739,7 +751,7 @@ def test_a_job_that_ends_before_anything_is_taken_over_ends_for_all_who_have_com
     after.known |= {"s0": newest, "w0": newest}
     after.join("s0", "w0", "s1")
     after.take(inbox.Closed("s1", after.hello("s1"), "its connection ended", inbox.End.LOST))
-    after.take(inbox.EndWanted("the coordinator failed"))
+    after.take(Aborted("the coordinator failed"))
     told = lambda: [act.connection for act in after.done if isinstance(act, acts.SendMessage)]  # noqa: E731
     assert after.sent(Aborted) == [Aborted("the coordinator failed")] * 3
     assert set(told()) == {"s0", "w0", "s1"}
@@ -863,7 +875,7 @@ def test_a_cluster_that_comes_back_under_its_own_names_waits_for_its_ghosts_no_l
 def test_an_end_that_the_shell_decides_is_in_the_journal_before_anybody_hears_of_it() -> None:
     play = Play()
     play.begin()
-    ended = play.take(inbox.EndWanted("the coordinator was interrupted"))
+    ended = play.take(Aborted("the coordinator was interrupted"))
     saved = [act.state.last_word for act in ended if isinstance(act, acts.Save)]
     assert saved == [Abort("the coordinator was interrupted")]
     first = next(index for index, act in enumerate(ended) if isinstance(act, acts.SendMessage))
@@ -875,7 +887,7 @@ def test_who_waits_for_a_name_hears_that_the_job_has_ended() -> None:
     play.begin()
     play.take(inbox.Closed("w0", play.hello("w0"), "its connection ended", inbox.End.LOST))
     play.take(inbox.Opened("newcomer", protocol.Hello("worker", "w0", "elsewhere", process=b"new")))
-    play.take(inbox.EndWanted("enough"))
+    play.take(Aborted("enough"))
     assert [act for act in play.done if act == acts.SendMessage("newcomer", Aborted("enough"))]
     play.take(inbox.Ticked(), seconds=20.0)
     assert not play.shell.members.keys() & {"w0"}, "nobody is admitted to a job that has ended"
@@ -969,7 +981,7 @@ def test_a_coordinator_killed_in_any_phase_is_followed_by_one_that_ends_the_job(
     if phase is Phase.RECOVERING:
         old.take(inbox.Closed("s0", old.hello("s0"), "it died"))
     if phase is Phase.OVER:
-        old.take(inbox.EndWanted("somebody pulled the plug"))
+        old.take(Aborted("somebody pulled the plug"))
         old.shell.machine.course.end(Abort("somebody pulled the plug"))
     assert old.shell.machine.phase is phase
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(old.shell.machine.state()), type=ClusterState)

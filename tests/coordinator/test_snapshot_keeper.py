@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from rallypoint.coordinator import inbox, snapshots
-from rallypoint.coordinator.acts import AddFigures, AddPart, BeginSnapshot, CommitSnapshot
+from rallypoint.coordinator.acts import AddFigures, AddPart, CommitSnapshot
 from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core.cluster.effects import FindSnapshot
 from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
 from rallypoint.core.cluster.storing.snapshot_duty import ATTEMPTS
-from rallypoint.core.protocol import Stored
+from rallypoint.core.protocol import Aborted, Capture, Say, Snapshotted, Stored
 from rallypoint.errors import DamagedSnapshot, SnapshotError
 from rallypoint.store import files
 from rallypoint.store.files import StoreSilent, end_threads
@@ -43,7 +43,7 @@ class Keeper:
         self.keeper = SnapshotKeeper(self.url, "zstd", retention or Retention(), self.put)
 
     def put(self, event: inbox.Event) -> None:
-        if isinstance(event, inbox.SentenceSaid):
+        if isinstance(event, Say):
             self.said.append(event.text)
         else:
             self.answers.put(event)
@@ -51,7 +51,7 @@ class Keeper:
     def store(self, version: int, second: Path | None = None) -> str:
         """As servers do: begin, write the parts, tell. The second one may see another folder."""
         name = snapshot_id(version, self.attempt)
-        self.keeper.do(BeginSnapshot(name))
+        self.keeper.do(Capture(name, 0))
         everything = list(records(version))
         for index, url in enumerate((self.url, str(second or self.url))):
             part = SnapshotStore(url).write_part(name, f"server{index}", everything[index::2], "zstd")
@@ -90,7 +90,7 @@ def test_what_all_servers_have_stored_is_committed_and_found_again(keeper: Keepe
     assert keeper.find() == SnapshotFound(""), "there is none"
     name = keeper.store(3)
     done = keeper.commit(name, 3)
-    assert isinstance(done, inbox.SnapshotCommitted)
+    assert isinstance(done, Snapshotted)
     assert done.nbytes == sum(SnapshotStore(keeper.url).load(name).files.values())
     assert done.seconds >= 0
     assert keeper.find() == SnapshotFound(name, 3)
@@ -99,7 +99,7 @@ def test_what_all_servers_have_stored_is_committed_and_found_again(keeper: Keepe
 def test_old_ones_are_deleted_and_the_one_that_a_server_may_still_need_is_not(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path, Retention(keep_last=1))
     for version in (1, 2, 3):
-        assert isinstance(keeper.commit(keeper.store(version), version, snapshot_id(1, 1)), inbox.SnapshotCommitted)
+        assert isinstance(keeper.commit(keeper.store(version), version, snapshot_id(1, 1)), Snapshotted)
     end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [1, 3]
 
@@ -114,7 +114,7 @@ def test_a_coordinator_that_was_paused_and_replaced_makes_no_given_up_course_the
     paused.commit(paused.store(1), 1)
     name = paused.store(5)
     later = Keeper(tmp_path, attempt=LATER)
-    assert isinstance(later.commit(newest := later.store(2), 2), inbox.SnapshotCommitted)
+    assert isinstance(later.commit(newest := later.store(2), 2), Snapshotted)
     assert paused.commit(name, 5) == SnapshotLost(name, REPLACED.format(newest))
     assert later.find() == SnapshotFound(newest, 2)
     for keeper in (paused, later):
@@ -133,7 +133,7 @@ def test_a_coordinator_that_is_cut_off_while_it_writes_a_manifest_deletes_nothin
     def late(snapshot: str, path: str, data: bytes) -> None:
         if not later:
             later.append(Keeper(tmp_path, Retention(keep_last=3), LATER))
-            assert isinstance(later[0].commit(later[0].store(4), 4), inbox.SnapshotCommitted)
+            assert isinstance(later[0].commit(later[0].store(4), 4), Snapshotted)
         put(snapshot, path, data)
 
     monkeypatch.setattr(hangs.keeper._store, "_put", late)
@@ -150,7 +150,7 @@ def test_what_the_store_says_of_earlier_snapshots_holds_no_later_one_up(
     keeper = Keeper(tmp_path)
     keeper.commit(keeper.store(1), 1)
     (tmp_path / "latest").unlink()
-    assert isinstance(keeper.commit(keeper.store(2), 2), inbox.SnapshotCommitted)
+    assert isinstance(keeper.commit(keeper.store(2), 2), Snapshotted)
     keeper.attempt, put = 2, keeper.keeper._store._put
 
     def fails(snapshot: str, path: str, data: bytes) -> None:
@@ -162,16 +162,16 @@ def test_what_the_store_says_of_earlier_snapshots_holds_no_later_one_up(
     assert isinstance(keeper.commit(keeper.store(3), 3), SnapshotLost)
     monkeypatch.undo()
     keeper.attempt = 3
-    assert isinstance(keeper.commit(keeper.store(4), 4), inbox.SnapshotCommitted)
+    assert isinstance(keeper.commit(keeper.store(4), 4), Snapshotted)
     end_threads(keeper.keeper.stop())
     follows = Keeper(tmp_path, attempt=2)  # its coordinator has a lower number: the one before took very many
-    assert isinstance(follows.commit(follows.store(5), 5), inbox.SnapshotCommitted)
+    assert isinstance(follows.commit(follows.store(5), 5), Snapshotted)
     end_threads(follows.keeper.stop())
 
 
 def test_the_parts_of_a_snapshot_that_was_given_up_are_forgotten(keeper: Keeper) -> None:
     name = keeper.store(3)
-    keeper.keeper.do(BeginSnapshot(snapshot_id(4, 1)))
+    keeper.keeper.do(Capture(snapshot_id(4, 1), 0))
     assert keeper.commit(name, 3) == SnapshotLost(name, "its parts have been forgotten")
     keeper.keeper.do(AddPart(Stored(name, {}, {}), "server0 on node0"))  # a straggler's word changes nothing
     assert keeper.find() == SnapshotFound("")
@@ -209,7 +209,7 @@ def test_late_metrics_that_cannot_be_stored_do_not_end_the_job(
 
 def test_a_snapshot_that_lacks_a_part_is_not_committed(keeper: Keeper) -> None:
     name = snapshot_id(3, 1)
-    keeper.keeper.do(BeginSnapshot(name))
+    keeper.keeper.do(Capture(name, 0))
     part = SnapshotStore(keeper.url).write_part(name, "server0", list(records(3))[1:], "zstd")
     entries = {shard: (e.file, e.offset, e.length, e.checksum) for shard, e in part.shards.items()}
     keeper.keeper.do(AddPart(Stored(name, part.files, entries), "server0 on node0"))
@@ -234,10 +234,10 @@ def test_a_store_that_fails_is_an_answer_and_never_silence(
         patch.setattr(SnapshotStore, "commit", broken(error))
         assert keeper.commit(name, 3) == SnapshotLost(name, sentence)
     name = keeper.store(4)
-    assert isinstance(keeper.commit(name, 4), inbox.SnapshotCommitted), "the next one is none the worse for it"
+    assert isinstance(keeper.commit(name, 4), Snapshotted), "the next one is none the worse for it"
     monkeypatch.setattr(SnapshotStore, "retain", broken(error))
     name = keeper.store(5)
-    assert isinstance(keeper.commit(name, 5), inbox.SnapshotCommitted), "committed is committed"
+    assert isinstance(keeper.commit(name, 5), Snapshotted), "committed is committed"
     assert keeper.find() == SnapshotFound(name, 5)
     assert keeper.said == [f"old snapshots could not be deleted: {sentence}"]
 
@@ -262,7 +262,7 @@ def test_a_snapshot_with_a_file_that_the_coordinator_does_not_see_is_not_complet
     keeper = Keeper(shared)
     name = keeper.store(3, other)
     assert keeper.commit(name, 3) == SnapshotLost(name, unshared(shared, "server1-0.shards"))
-    assert isinstance(keeper.commit(keeper.store(4), 4), inbox.SnapshotCommitted), "the next one is seen"
+    assert isinstance(keeper.commit(keeper.store(4), 4), Snapshotted), "the next one is seen"
     end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [4]
 
@@ -271,7 +271,7 @@ def test_if_it_is_the_first_snapshot_the_job_ends(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(snapshots, "_LOOK_AGAIN_S", ())
     keeper = Keeper(tmp_path / "shared")
     name = keeper.store(0, tmp_path / "other")
-    assert keeper.commit(name, 0) == inbox.EndWanted(unshared(tmp_path / "shared", "server1-0.shards"))
+    assert keeper.commit(name, 0) == Aborted(unshared(tmp_path / "shared", "server1-0.shards"))
     end_threads(keeper.keeper.stop())
 
 
@@ -298,7 +298,7 @@ def test_a_file_that_a_network_file_system_shows_late_is_waited_for(
             (other / name / "server1-0.shards").rename(shared / name / "server1-0.shards")
 
     monkeypatch.setattr(snapshots.time, "sleep", comes)
-    assert isinstance(keeper.commit(name, 3), inbox.SnapshotCommitted)
+    assert isinstance(keeper.commit(name, 3), Snapshotted)
     assert len(looks) == 2
     assert 3.0 < sum(snapshots._LOOK_AGAIN_S) < files.END_PATIENCE_S
     end_threads(keeper.keeper.stop())
@@ -342,7 +342,7 @@ def test_a_store_that_stays_silent_ends_the_job_with_what_to_do(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, hasty: None
 ) -> None:
     monkeypatch.setattr(SnapshotStore, "latest_usable", broken(RuntimeError("the bucket's own exception")))
-    assert keeper.find() == inbox.EndWanted(
+    assert keeper.find() == Aborted(
         "the snapshots cannot be read: RuntimeError: the bucket's own exception (4 tries, looking for the newest "
         "snapshot): when it answers again, go on with `rallypoint resume`"
     )
@@ -353,7 +353,7 @@ def test_what_no_patience_mends_is_not_tried_again(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, hasty: None, error: Exception
 ) -> None:
     monkeypatch.setattr(SnapshotStore, "latest_usable", broken(error))
-    assert keeper.find() == inbox.EndWanted(f"the snapshots cannot be read: {error}")
+    assert keeper.find() == Aborted(f"the snapshots cannot be read: {error}")
     assert keeper.said == []
 
 
@@ -363,7 +363,7 @@ def test_what_no_patience_mends_is_not_tried_again(
 def test_the_figures_of_an_evaluation_that_ends_after_its_snapshot_are_added_to_it(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path, Retention(keep_last=1, keep_best="loss"))
     for version, loss in ((1, 2.0), (2, 1.0), (3, 3.0), (4, 4.0)):
-        assert isinstance(keeper.commit(keeper.store(version), version, metrics={}), inbox.SnapshotCommitted)
+        assert isinstance(keeper.commit(keeper.store(version), version, metrics={}), Snapshotted)
         keeper.keeper.do(AddFigures(version, {"loss": loss}))
     keeper.keeper.do(AddFigures(9, {"loss": 0.0}))  # of a version of which there is no snapshot
     assert keeper.find() == SnapshotFound(snapshot_id(4, 1), 4)
@@ -377,7 +377,7 @@ def test_the_best_one_stays_if_only_the_script_asks_for_it(tmp_path: Path) -> No
     job = msgspec.structs.replace(JOB, config=JOB.config | {"evaluation": {"keep_best": "accuracy", "best_is": "max"}})
     for version, accuracy in ((1, 0.1), (2, 0.9), (3, 0.3), (4, 0.4)):
         keeper.keeper.do(CommitSnapshot(keeper.store(version), version, version, job, {"accuracy": accuracy}, ""))
-        assert isinstance(keeper.answers.get(timeout=PATIENCE_S), inbox.SnapshotCommitted)
+        assert isinstance(keeper.answers.get(timeout=PATIENCE_S), Snapshotted)
     end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [2, 4], "the best and the newest"
 
@@ -387,7 +387,7 @@ def test_the_best_version_is_kept_and_those_that_are_not_decided_yet(tmp_path: P
     for version in range(1, 7):
         name, decided = keeper.store(version), (1, min(version, 4))
         keeper.keeper.do(CommitSnapshot(name, version, version, JOB, {}, "", kept=decided))
-        assert isinstance(keeper.answers.get(timeout=PATIENCE_S), inbox.SnapshotCommitted)
+        assert isinstance(keeper.answers.get(timeout=PATIENCE_S), Snapshotted)
     end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [1, 5, 6], "the best so far; 5 or 6 may be better"
 
@@ -454,4 +454,4 @@ def test_a_fault_on_the_keeper_s_thread_ends_the_job_with_a_sentence(
 ) -> None:
     """Else the coordinator would wait for ever for an answer."""
     monkeypatch.setattr(SnapshotKeeper, "_commit", broken(KeyError("a bug")))
-    assert keeper.commit(keeper.store(3), 3) == inbox.EndWanted("the thread for snapshots failed: KeyError: 'a bug'")
+    assert keeper.commit(keeper.store(3), 3) == Aborted("the thread for snapshots failed: KeyError: 'a bug'")

@@ -7,12 +7,12 @@ import msgspec
 from rallypoint.config import JobConfig, record_of
 from rallypoint.core.audits import alike
 from rallypoint.core.cluster.auditing import unlike
-from rallypoint.core.cluster.effects import Announce, PublishView
+from rallypoint.core.cluster.effects import PublishView
 from rallypoint.core.cluster.events import From, Joined
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.protocol import Propose
+from rallypoint.core.protocol import Propose, Say
 from rallypoint.core.view import Member, View, ViewNumber
 
 ONE, OTHER = b"1" * 16, b"2" * 16
@@ -53,7 +53,7 @@ def test_the_coordinator_puts_probes_into_the_view_and_says_who_is_unlike() -> N
         machine.handle(Joined(Member(id, "here"), "worker"))
         effects += machine.handle(From(id, Propose(record, kernels)))
         effects += machine.handle(From(id, Propose(record, kernels)))  # again, after a lost connection
-    said = [effect.text for effect in effects if isinstance(effect, Announce)]
+    said = [effect.text for effect in effects if isinstance(effect, Say)]
     assert [text for text in said if "other bytes" in text] == [text for text in said if text.startswith("w1 on here")]
     assert len([text for text in said if "other bytes" in text]) == 1
     view = next(effect.view for effect in effects if isinstance(effect, PublishView))

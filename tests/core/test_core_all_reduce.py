@@ -10,16 +10,16 @@ from slot_bench import AlignedBench, view_of
 from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _running, _terms, beat
 
 from rallypoint.config import group_of, resolve, with_own_optimizer
-from rallypoint.core.cluster.effects import Abort, Announce, Effect, FindSnapshot, TakeSnapshot, TellHeld
+from rallypoint.core.cluster.effects import Abort, Effect, FindSnapshot
 from rallypoint.core.cluster.events import Captured, Committed, From, Left, SnapshotFound, SnapshotOrdered, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.recovery import StateHolders
+from rallypoint.core.cluster.recovery import WorkersHoldState
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.modes import StateHolder
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
-from rallypoint.core.protocol import Leaving
+from rallypoint.core.protocol import Capture, Held, Leaving, Say
 from rallypoint.core.shard.effects import Apply, Drop, InstallFirst
 from rallypoint.core.shard.effects import Publish as Published
 from rallypoint.core.shard.events import Contribute, Initialise
@@ -50,7 +50,7 @@ def _gone(job: _Job, *members: str) -> list[Effect]:
 
 
 def test_the_furthest_of_those_who_go_on_uploads_the_state_or_else_of_all() -> None:
-    state_holders = StateHolders({"a": 3, "b": 7, "c": 9})
+    state_holders = WorkersHoldState({"a": 3, "b": 7, "c": 9})
     assert state_holders.uploader(["a", "b", "new"], {"a", "b", "c"}) == "b"
     assert state_holders.uploader(["new"], {"a", "new", "c"}) == "c"
     assert state_holders.uploader(["new"], {"new"}) == ""
@@ -71,7 +71,7 @@ def test_a_worker_that_joins_makes_all_go_on_from_what_the_furthest_uploads() ->
 
 def test_before_anybody_has_reported_it_is_whoever_uploaded_the_first_weights_that_has_the_state() -> None:
     job = _Job(_terms(1, 1, workers_max=2, snapshots=True), record=RECORD)
-    capture = _of(TakeSnapshot, job.come("s0", "w0"))[0]
+    capture = _of(Capture, job.come("s0", "w0"))[0]
     job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Committed(capture.snapshot))
     before = job.view
     effects = job.come("w1")
@@ -82,7 +82,7 @@ def test_before_anybody_has_reported_it_is_whoever_uploaded_the_first_weights_th
 
 def test_who_dies_right_after_bringing_the_first_weights_may_have_left_them_in_part_on_the_servers() -> None:
     job = _Job(_terms(2, 1, snapshots=True), record=RECORD)
-    capture = _of(TakeSnapshot, job.come("s0", "w0", "w1"))[0]
+    capture = _of(Capture, job.come("s0", "w0", "w1"))[0]
     job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Committed(capture.snapshot))
     assert (job.view.uploader, job.machine.course.recovery.reached) == ("w0", {"w0": 0})
     effects = _gone(job, "w0")
@@ -124,7 +124,7 @@ def test_a_lost_server_costs_the_step_in_progress_and_no_more_and_so_does_one_th
     said = _gone(job, "s0")
     assert job.view.generation > before.generation
     assert (job.view.uploader, job.view.origin, set(job.view.primary.values())) == ("w1", "", {"s1"})
-    assert not [effect for effect in _of(Announce, said) if "snapshot" in effect.text]
+    assert not [effect for effect in _of(Say, said) if "snapshot" in effect.text]
     again = job.view
     job.come("s2")
     assert job.view.generation > again.generation
@@ -176,7 +176,7 @@ def test_when_nobody_has_the_state_the_last_snapshot_has_it() -> None:
     _gone(job, "w0", "w1")
     said = job.come("w2")
     assert _of(FindSnapshot, said) == [FindSnapshot()]
-    assert "the model's state is lost with the workers" in _of(Announce, said)[0].text
+    assert "the model's state is lost with the workers" in _of(Say, said)[0].text
     job.play(SnapshotFound("step-00000002-1", 2))
     assert (job.view.origin, sorted(job.view.assigned(2))) == ("step-00000002-1", ["w2"])
     assert job.machine.course.furthest == 1
@@ -257,7 +257,7 @@ def test_stateful_workers_store_a_share_each() -> None:
     job.play(Committed(taken.id))
     assert job.view.generation == generation  # it has only to begin
     job.step(0)
-    (capture,) = _of(TakeSnapshot, job.play(SnapshotOrdered()))
+    (capture,) = _of(Capture, job.play(SnapshotOrdered()))
     assert capture.writers == ("w0", "w1")
     _gone(job, "w1")
     assert job.machine._snapshots.duty.under_way(capture.snapshot) is None  # its share will not come
@@ -275,18 +275,18 @@ def test_a_worker_that_evaluates_for_long_stores_its_share_afterwards(ending: bo
     job.play(Captured("w0", first.id, tuple(SHARDS)), Committed(first.id))
     for step in range(STEPS if ending else 1):
         job.step(step)
-    (capture,) = _of(TakeSnapshot, job.done("w1") if ending else job.play(SnapshotOrdered()))
+    (capture,) = _of(Capture, job.done("w1") if ending else job.play(SnapshotOrdered()))
     for step in range(1, 0 if ending else capture.version + 1):
         job.step(step)
     job.play(Captured("w1", capture.snapshot, tuple(SHARDS[list(capture.writers).index("w1") :: 2])))
     for _ in range(3 * SNAPSHOT_PATIENCE):
         job.play(beat("w0", evaluating=True))
-        assert _of(TellHeld, effects := job.tick(1.0)) == []
-        assert _of(Announce, effects) == []
+        assert _of(Held, effects := job.tick(1.0)) == []
+        assert _of(Say, effects) == []
     job.play(beat("w0"))
     for _ in range(2 * SNAPSHOT_PATIENCE - 1):
         assert job.tick(1.0) == []
-    (said,) = _of(TellHeld if ending else Announce, job.tick(2.0))
+    (said,) = _of(Held if ending else Say, job.tick(2.0))
     assert "of its shards (w0) are not stored, and none was for 20 s" in said.text
 
 

@@ -9,7 +9,7 @@ import pytest
 from rallypoint.core.policy import Async, ServerPolicy, Sync
 from rallypoint.core.shard import effects as fx
 from rallypoint.core.shard import events
-from rallypoint.core.shard.effects import Acknowledge, Add, Apply, Choose, Drop, Effect, Fill, Finish, Hold, Publish
+from rallypoint.core.shard.effects import Acknowledge, Add, Apply, Drop, Effect, Fill, Finish, Hold, Publish
 from rallypoint.core.shard.events import Acked, Assigned, Chosen, Contribute, Decide, Event, FillBackup, Initialise
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.server import ServerPlan
@@ -50,8 +50,8 @@ class _Pair:
             match effect:
                 case Fill(version=version):
                     self.down.append(events.Loaded(version))
-                case Choose(step=step, replicas=replicas):
-                    self.down.append(Chosen(step, replicas))
+                case Chosen():
+                    self.down.append(effect)
                 case Apply(step=step, scale=scale, replicate=True):
                     self.down.append(events.Replicated(step, scale is None, self.ticket()))
                 case Finish():
@@ -107,8 +107,8 @@ def _sum_of(machine: ShardMachine, step: int, arriving: Sequence[int]) -> tuple[
 def test_a_primary_finishes_the_sum_when_its_backup_knows_whose_contributions_are_in_it() -> None:
     pair = _caught_up()
     effects = pair.push(0, 2, 0)
-    assert effects == [Add(effects[0].ticket, 1.0), Choose(0, (2, 0))]  # type: ignore[union-attr]
-    assert _kept(pair.push(0, 1), Add, Choose, Finish) == [], "it has all that it takes"
+    assert effects == [Add(effects[0].ticket, 1.0), Chosen(0, (2, 0))]  # type: ignore[union-attr]
+    assert _kept(pair.push(0, 1), Add, Chosen, Finish) == [], "it has all that it takes"
     assert pair.deliver_down() == [Acknowledge(0, chosen=True)]
     assert pair.at(pair.up.pop()) == [Finish(0, 2.0, True, (), 2)]
     assert _kept(pair.at(Decide(0, 0.5)), Apply, Publish) == [
@@ -145,7 +145,7 @@ def test_a_backup_that_was_told_no_choice_makes_its_own() -> None:
 def test_a_backup_that_is_filled_in_the_middle_of_a_decision_gets_the_choice_with_the_state() -> None:
     pair = _Pair()
     assert pair.push(0, 3, 1)[-1] == Finish(0, 2.0, True, (), 2), "there is nobody who could replace it"
-    assert pair.at(FillBackup()) == [Choose(0, (3, 1)), Fill(0)], "who has the state may be promoted: choice first"
+    assert pair.at(FillBackup()) == [Chosen(0, (3, 1)), Fill(0)], "who has the state may be promoted: choice first"
     assert pair.deliver_down() == []
     assert pair.deliver_down() == [Acknowledge(0, chosen=True)]
     assert pair.at(pair.up.pop()) == [fx.BackupCaughtUp()]
@@ -161,7 +161,7 @@ def test_a_choice_survives_a_second_promotion_before_its_contributions_have_come
     second.primary = first.backup
     second.at(Assigned(primary=True, backup=True, fresh=True))
     second.push(0, 0)  # one has come again
-    assert second.at(FillBackup()) == [Choose(0, (3, 2, 0)), Fill(0)]
+    assert second.at(FillBackup()) == [Chosen(0, (3, 2, 0)), Fill(0)]
     second.deliver()
     second.backup.handle(PROMOTED)
     assert _sum_of(second.backup, 0, [0, 1, 2, 3]) == (3, 2, 0)
@@ -171,7 +171,7 @@ def test_a_choice_that_was_lost_with_the_link_is_told_again_with_the_state() -> 
     pair = _caught_up()
     pair.push(0, 2, 0)
     pair.lose_link()
-    assert pair.at(FillBackup()) == [Choose(0, (2, 0)), Fill(0)]
+    assert pair.at(FillBackup()) == [Chosen(0, (2, 0)), Fill(0)]
     pair.deliver()
     assert pair.measured == [(2, 0)]
 
@@ -179,8 +179,8 @@ def test_a_choice_that_was_lost_with_the_link_is_told_again_with_the_state() -> 
 def test_without_a_link_the_choice_waits_for_it() -> None:
     pair = _caught_up()
     pair.lose_link()
-    assert _kept(pair.push(0, 2, 0), Choose, Finish) == []
-    assert pair.at(FillBackup()) == [Choose(0, (2, 0)), Fill(0)]
+    assert _kept(pair.push(0, 2, 0), Chosen, Finish) == []
+    assert pair.at(FillBackup()) == [Chosen(0, (2, 0)), Fill(0)]
     pair.deliver()
     assert pair.measured == [(2, 0)]
 

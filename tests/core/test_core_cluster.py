@@ -14,7 +14,7 @@ from rallypoint.config import JobConfig, record_of
 from rallypoint.core import protocol
 from rallypoint.core.cluster import effects as fx
 from rallypoint.core.cluster import events as ev
-from rallypoint.core.cluster.effects import Announce, Effect, FindSnapshot, FinishJob, PublishView, TakeSnapshot
+from rallypoint.core.cluster.effects import Effect, FindSnapshot, FinishJob, PublishView
 from rallypoint.core.cluster.events import Captured, From, Left, SnapshotFound, SnapshotLost, SnapshotOrdered, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
@@ -27,7 +27,19 @@ from rallypoint.core.placing.assigner import PAUSE_S, ROUNDS
 from rallypoint.core.placing.pinned import LATE
 from rallypoint.core.placing.view_change import AHEAD
 from rallypoint.core.policy import LocalSteps
-from rallypoint.core.protocol import CaughtUp, Disproved, Done, GiveUp, Leaving, Propose, Reached, Unrestored
+from rallypoint.core.protocol import (
+    Capture,
+    CaughtUp,
+    Disproved,
+    Done,
+    GiveUp,
+    Held,
+    Leaving,
+    Propose,
+    Reached,
+    Say,
+    Unrestored,
+)
 from rallypoint.core.view import Member, View, ViewNumber
 
 STEPS = 20
@@ -50,7 +62,8 @@ def _terms(workers: int = 2, servers: int = 2, **others: Any) -> Terms:
 
 
 def _of(kind: type, effects: Sequence[Effect]) -> list[Any]:
-    return [effect for effect in effects if isinstance(effect, kind)]
+    """The effects of this kind, or that send a message of it."""
+    return [effect for effect in effects if isinstance(effect.message if isinstance(effect, fx.Send) else effect, kind)]
 
 
 def beat(member: str, *said: Any, **more: Any) -> From:
@@ -154,7 +167,7 @@ class _Job:
             effects += self.tick(seconds)
         return effects
 
-    def store(self, taken: TakeSnapshot) -> list[Effect]:
+    def store(self, taken: Capture) -> list[Effect]:
         """Every server stores its part, and the manifest is written."""
         effects = []
         for server in taken.writers:
@@ -186,7 +199,7 @@ def _begun(
     job = _running(terms, members, record)
     job.all_caught_up()
     if job.machine.terms.snapshots:
-        job.store(TakeSnapshot(job.machine._snapshots.taking.id, 0, job.machine._snapshots.taking.writers))  # type: ignore[union-attr]
+        job.store(Capture(job.machine._snapshots.taking.id, 0, job.machine._snapshots.taking.writers))  # type: ignore[union-attr]
     job.step(0)
     return job
 
@@ -211,7 +224,7 @@ def test_whatever_order_members_come_in_the_job_begins_once_and_ends_once(
             to_propose += [name] if name.startswith("w") else []
     assert job.machine.phase is Phase.RUNNING
     assert sorted(admitted.incarnation for admitted in _of(fx.Admit, effects)) == [1, 2, 3, 4, 5]
-    assert {prepare.member for prepare in _of(fx.SendRecord, effects)} == {"s0", "s1"}
+    assert {prepare.member for prepare in _of(protocol.Prepare, effects)} == {"s0", "s1"}
     ((publish,)) = _of(PublishView, effects)
     view = publish.view
     assert sorted(publish.members) == ["s0", "s1", "w0", "w1", "w2"]
@@ -258,7 +271,7 @@ def test_it_says_what_it_waits_for_all_the_way() -> None:
 def test_a_run_by_hand_without_a_server_says_that_its_user_has_to_start_one(by_hand: bool) -> None:
     job = _begun(_terms(servers=1, by_hand=by_hand), ("s0", "w0", "w1"))
     job.step(1)
-    said = [announced.text for announced in _of(Announce, job.play(Left("s0", "x")))]
+    said = [announced.text for announced in _of(Say, job.play(Left("s0", "x")))]
     assert said[:2] == ["s0 is gone: x", "parameters are lost with their servers: going back to the last snapshot"]
     if by_hand:
         phrase = "a server: none is left; start one (rallypoint server --coordinator HOST:PORT), unless something "
@@ -319,7 +332,7 @@ def test_a_late_worker_with_a_different_model_is_refused_and_the_job_goes_on() -
     assert refuse.member == "w2"
     assert refuse.final
     assert "head.weight [5]" in refuse.reason
-    assert say == Announce(f"refused: {refuse.reason}")
+    assert say == Say(f"refused: {refuse.reason}")
     assert job.machine.phase is Phase.RUNNING
     assert job.play(Left("w2", "it was refused")) == []
 
@@ -364,10 +377,10 @@ def test_a_record_of_workers_that_leave_before_the_first_view_is_sent_to_nobody_
     job = _Job(_terms(1, 1))
     job.join("w0")
     job.play(From("w0", Propose(_record(width=9))), From("w0", Leaving()))
-    assert _of(fx.SendRecord, job.join("s0")) == []
+    assert _of(protocol.Prepare, job.join("s0")) == []
     job.play(Left("w0", "it has left"))
     job.join("w1")
-    assert _of(fx.SendRecord, job.play(From("w1", Propose(RECORD)))) == [fx.SendRecord("s0", RECORD)]
+    assert _of(protocol.Prepare, job.play(From("w1", Propose(RECORD)))) == [fx.Send("s0", protocol.Prepare(RECORD))]
 
 
 def test_a_worker_that_returns_while_the_job_gathers_again_is_not_sent_the_view_of_those_who_left() -> None:
@@ -404,7 +417,7 @@ def test_a_dead_worker_s_replicas_go_to_the_others_at_once_and_survivors_keep_th
     job = _begun(_terms(3), ("s0", "s1", "w0", "w1", "w2"))
     before = job.view.assigned(0)
     said, published = job.play(Left("w1", "its connection ended"))
-    assert said == Announce("w1 is gone: its connection ended")
+    assert said == Say("w1 is gone: its connection ended")
     assert isinstance(published, PublishView)
     assigned = published.view.assigned(0)
     assert sorted(replica for own in assigned.values() for replica in own) == [0, 1, 2, 3]
@@ -467,7 +480,7 @@ def test_a_worker_told_to_go_hands_its_replicas_back_and_its_leaving_is_no_fault
     assert [type(effect) for effect in job.play(From("w0", Leaving()))] == [PublishView]
     assert not job.view.takes_part("w0", 0)
     assert dict(job.view.assigned(1)) == {"w1": (0, 1, 2, 3)}
-    assert job.play(Left("w0", "it closed its connection"))[0] == Announce("w0 has left: it closed its connection")
+    assert job.play(Left("w0", "it closed its connection"))[0] == Say("w0 has left: it closed its connection")
     assert job.play(From("w7", Leaving())) == []
 
 
@@ -475,7 +488,7 @@ def test_a_process_that_comes_under_the_name_of_another_replaces_it_under_a_new_
     job = _begun()
     old = job.incarnations["w0"]
     effects = job.come("w0")
-    assert Announce("w0 is gone: another process came under its name") in effects
+    assert Say("w0 is gone: another process came under its name") in effects
     assert job.incarnations["w0"] > old
     assert [member.incarnation for member in job.view.workers if member.id == "w0"] == [job.incarnations["w0"]]
 
@@ -486,15 +499,15 @@ def test_a_server_that_was_told_to_go_is_let_go_once_all_of_its_shards_are_elsew
     held = job.view.shards_of("s1")
     assert held
     effects = job.play(From("s1", Leaving()))
-    assert _of(fx.Dismiss, effects) == []
+    assert _of(protocol.Finished, effects) == []
     assert {job.view.backup[shard] for shard in held} == {"s0"}  # being filled
     assert job.view.shards_of("s1") == held
     effects = job.all_caught_up()
-    assert _of(fx.Dismiss, effects) == [fx.Dismiss("s1")]
+    assert _of(protocol.Finished, effects) == [fx.Send("s1", protocol.Finished())]
     assert set(job.view.primary.values()) == {"s0"}
     generation = job.view.generation
     effects = job.play(Left("s1", "it closed its connection"))
-    assert Announce("s1 has left: it closed its connection") in effects
+    assert Say("s1 has left: it closed its connection") in effects
     assert job.view.generation == generation  # nothing was rolled back
 
 
@@ -504,7 +517,7 @@ def test_a_server_that_was_told_to_go_keeps_its_copies_until_others_have_them_an
     job.all_caught_up()
     held = {shard for shard in SHARDS if "s1" in job.view.holders_of(shard)}
     effects, views = job.play(From("s1", Leaving())), [job.view]
-    while not _of(fx.Dismiss, effects):
+    while not _of(protocol.Finished, effects):
         assert {shard for shard in SHARDS if "s1" in job.view.holders_of(shard)} <= held
         assert job.machine.exposed == 0
         effects = job.all_caught_up()
@@ -571,10 +584,11 @@ def test_a_coordinator_that_takes_over_goes_on_with_a_drain_when_the_server_says
     for name in ("s0", "s1", "w0", "w1"):
         job.join(name, incarnation=before.incarnations[name])
     job.play(Tick(job.now))
-    assert _of(fx.Dismiss, job.play(From("s1", Leaving()))) == []  # s0 does not hold its shards yet
+    assert _of(protocol.Finished, job.play(From("s1", Leaving()))) == []  # s0 does not hold its shards yet
     assert {job.view.backup[shard] for shard in job.view.shards_of("s1")} == {"s0"}
-    assert _of(fx.Dismiss, job.all_caught_up()) == [fx.Dismiss("s1")]
-    assert _of(fx.Dismiss, job.play(From("s1", Leaving()))) == [fx.Dismiss("s1")]  # should the first one have been lost
+    dismissed = [fx.Send("s1", protocol.Finished())]
+    assert _of(protocol.Finished, job.all_caught_up()) == dismissed
+    assert _of(protocol.Finished, job.play(From("s1", Leaving()))) == dismissed  # should the first one have been lost
     assert job.view.generation == before.view.generation
 
 
@@ -585,7 +599,7 @@ def test_two_of_three_servers_that_drain_at_once_hand_all_over_although_no_backu
     effects = job.play(From("s1", Leaving()), From("s2", Leaving()))
     dismissed: set[str] = set()
     while dismissed != {"s1", "s2"}:
-        dismissed |= {effect.server for effect in _of(fx.Dismiss, effects)}
+        dismissed |= {effect.member for effect in _of(protocol.Finished, effects)}
         assert not dismissed & {*job.view.primary.values(), *job.view.backup.values()}
         effects = job.all_caught_up()
     assert {*job.view.primary.values(), *job.view.backup.values()} == {"s0"}
@@ -601,7 +615,7 @@ def test_the_last_server_is_not_let_go() -> None:
     job = _begun()
     job.step(0)
     job.play(From("s0", Leaving()), From("s1", Leaving()))
-    assert _of(fx.Dismiss, job.all_caught_up()) == []
+    assert _of(protocol.Finished, job.all_caught_up()) == []
 
 
 def test_nothing_is_published_when_nothing_has_changed() -> None:
@@ -621,7 +635,7 @@ def test_a_silent_member_is_given_up_after_a_heartbeat_and_told_so() -> None:
     assert job.tick(1.9, alive=["s0", "s1", "w1"]) == []
     effects = job.tick(0.2, alive=["s0", "s1", "w1"])
     assert effects[0] == fx.Refuse("w0", "given up: no sign of life for 2.1 s")
-    assert effects[1] == Announce("w0 is gone: no sign of life for 2.1 s")
+    assert effects[1] == Say("w0 is gone: no sign of life for 2.1 s")
     assert "w0" not in {member.id for member in job.view.workers}
 
 
@@ -749,14 +763,15 @@ def test_an_idle_worker_is_asked_for_a_straggler_s_replicas_once_and_only_where_
     job.step(4, only="w1")
     before = job.view
     done = [job.tick(0.3) for _ in range(3)]
-    asked = [_of(fx.AskBackupTask, effects) for effects in done]
-    assert asked == ([[fx.AskBackupTask("w1", 4, 1)], [fx.AskBackupTask("w1", 4, 0)], []] if wanted else [[], [], []])
+    asked = [_of(protocol.Assist, effects) for effects in done]
+    to_ask = [[fx.Send("w1", protocol.Assist(4, replica))] for replica in (1, 0)]
+    assert asked == ([*to_ask, []] if wanted else [[], [], []])
     if not wanted:
         assert job.view == before
         return
     for effects in done[:2]:  # servers hear of it before the worker can contribute it
         kinds = [type(effect) for effect in effects]
-        assert kinds.index(PublishView) < kinds.index(fx.AskBackupTask)
+        assert kinds.index(PublishView) < kinds.index(fx.Send)
     assert 1 in job.view.contributors["w1"]
     assert msgspec.structs.replace(job.view, number=before.number, contributors=before.contributors) == before
 
@@ -768,7 +783,7 @@ def test_a_backup_task_that_was_given_before_needs_no_other_view() -> None:
     for step in (4, 5):
         job.step(step, only="w1")
         done = job.tick(0.3)
-        assert _of(fx.AskBackupTask, done)
+        assert _of(protocol.Assist, done)
         assert bool(_of(PublishView, done)) == (step == 4)
         job.step(step)
 
@@ -819,7 +834,7 @@ def test_of_a_snapshot_that_was_damaged_after_it_was_verified_the_one_before_is_
     damaged = From("s1", Unrestored("its file 0 has other bytes", first.generation))
     effects = job.play(damaged)
     assert "s1 cannot go on from snapshot step-4: its file 0 has other bytes" in [
-        say.text for say in _of(Announce, effects)
+        say.text for say in _of(Say, effects)
     ]
     assert _of(FindSnapshot, effects) == [FindSnapshot()]
     assert job.play(damaged) == []  # said again: it is being answered
@@ -1008,12 +1023,12 @@ def test_shards_that_are_lost_send_everybody_back_to_the_last_snapshot() -> None
         job.step(step)
     effects = job.play(Left("s0", "its connection ended"))
     assert effects == [
-        Announce("s0 is gone: its connection ended"),
-        Announce("parameters are lost with their servers: going back to the last snapshot"),
+        Say("s0 is gone: its connection ended"),
+        Say("parameters are lost with their servers: going back to the last snapshot"),
         FindSnapshot(),
     ]
     said, published = job.play(SnapshotFound("step-00000005-1", 5))
-    assert said == Announce(
+    assert said == Say(
         "going on from snapshot step-00000005-1: version 5; 4 steps are computed again. With two servers and "
         "--replication 2 a server's death costs none"
     )
@@ -1037,7 +1052,7 @@ def test_without_a_snapshot_to_go_back_to_the_job_ends_and_says_what_to_set() ->
 def test_while_it_recovers_members_come_and_go_and_no_view_is_published() -> None:
     job = _begun()
     job.play(Left("s0", "x"))
-    assert job.play(Left("s1", "y")) == [Announce("s1 is gone: y")]
+    assert job.play(Left("s1", "y")) == [Say("s1 is gone: y")]
     assert job.play(SnapshotFound("step-5", 5)) == []  # there is nobody to load it
     assert _of(PublishView, job.come("w2")) == []
     assert FindSnapshot() in job.join("s3")
@@ -1133,7 +1148,8 @@ def test_members_that_outlived_the_coordinator_keep_their_incarnation_and_get_th
     job = _again(old)
     assert job.machine.phase is Phase.RUNNING
     assert job.view == old.view
-    for name, prepare in (("w0", []), ("s1", [fx.SendRecord("s1", RECORD)])):  # the server may have missed it
+    missed = [fx.Send("s1", protocol.Prepare(RECORD))]  # the server may have
+    for name, prepare in (("w0", []), ("s1", missed)):
         assert job.join(name, incarnation=old.incarnations[name]) == [
             fx.Admit(name, old.incarnations[name]), *prepare, PublishView(old.view, (name,)),
         ]  # fmt: skip
@@ -1207,7 +1223,7 @@ def test_a_resumed_job_starts_from_its_snapshot_and_never_from_first_weights() -
     assert job.machine.waiting_for() == "2 more servers and 2 more workers"
     effects = job.come("s0", "s1", "w0", "w1")
     assert job.view.origin == "step-00000007-1"
-    assert _of(TakeSnapshot, effects) == []
+    assert _of(Capture, effects) == []
     assert sorted(r for own in job.view.assigned(7).values() for r in own) == [0, 1, 2, 3]
 
 
@@ -1241,9 +1257,9 @@ def test_nothing_is_computed_before_the_first_weights_are_stored() -> None:
 
 def test_when_the_first_weights_cannot_be_stored_the_job_says_so_and_goes_on() -> None:
     job = _Job(_SNAPSHOTS)
-    (capture,) = _of(TakeSnapshot, job.come("s0", "s1", "w0", "w1"))
+    (capture,) = _of(Capture, job.come("s0", "s1", "w0", "w1"))
     effects = job.play(SnapshotLost(capture.snapshot, "no space left"))
-    assert effects[0] == Announce(f"snapshot {capture.snapshot} could not be taken: no space left")
+    assert effects[0] == Say(f"snapshot {capture.snapshot} could not be taken: no space left")
     assert job.view.assignments != ()
 
 
@@ -1263,10 +1279,10 @@ def test_a_coordinator_that_finds_first_weights_half_stored_begins_again() -> No
 
 def test_shards_that_change_hands_while_first_weights_are_stored_begin_anew() -> None:
     job = _Job(_terms(snapshots=True, replication=2))
-    (first,) = _of(TakeSnapshot, job.come("s0", "s1", "w0", "w1"))
+    (first,) = _of(Capture, job.come("s0", "s1", "w0", "w1"))
     job.all_caught_up()
     effects = job.play(Left("s0", "x"))
-    (second,) = _of(TakeSnapshot, effects)
+    (second,) = _of(Capture, effects)
     assert job.view.generation == job.view.number
     assert second.snapshot != first.snapshot
 
@@ -1276,7 +1292,7 @@ def test_a_snapshot_is_taken_of_each_multiple_of_so_many_steps(every: int, versi
     job = _begun(_terms(snapshots=True, heartbeat=1000.0, snapshot_steps=every))
     taken = []
     for step in range(1, 15):
-        for capture in _of(TakeSnapshot, [*job.step(step), *job.tick(0.1)]):
+        for capture in _of(Capture, [*job.step(step), *job.tick(0.1)]):
             taken.append(capture.version)
             assert capture.version == step + CAPTURE_AHEAD, "no shard can have passed it"
             job.store(capture)
@@ -1285,9 +1301,9 @@ def test_a_snapshot_is_taken_of_each_multiple_of_so_many_steps(every: int, versi
 
 def test_a_snapshot_that_takes_longer_than_the_time_between_two_is_followed_by_one_at_once() -> None:
     job = _begun(_terms(snapshots=True, heartbeat=1000.0, snapshot_steps=5))
-    (first,) = [capture for step in range(1, 9) for capture in _of(TakeSnapshot, job.step(step))]
+    (first,) = [capture for step in range(1, 9) for capture in _of(Capture, job.step(step))]
     assert first.version == 5
-    (second,) = _of(TakeSnapshot, [*job.store(first), *job.step(9)])
+    (second,) = _of(Capture, [*job.store(first), *job.step(9)])
     assert second.version == 9 + CAPTURE_AHEAD
 
 
@@ -1309,7 +1325,7 @@ def test_a_snapshot_that_comes_too_late_is_taken_again_further_ahead() -> None:
     (capture,) = job.play(SnapshotOrdered())
     job.play(applied("s0", 8, job.view.generation))
     assert job.play(SnapshotLost(capture.snapshot, "too late", passed=9)) == []
-    (again,) = _of(TakeSnapshot, job.tick(0.1))
+    (again,) = _of(Capture, job.tick(0.1))
     assert again.version == 9 + CAPTURE_AHEAD
     assert again.snapshot != capture.snapshot
 
@@ -1319,7 +1335,7 @@ def test_one_server_s_word_that_it_has_passed_a_version_proves_one_step_more_tha
     (capture,) = job.play(SnapshotOrdered())
     job.play(SnapshotLost(capture.snapshot, "too late", passed=STEPS))
     assert job.machine.course.furthest == 1
-    (again,) = _of(TakeSnapshot, job.tick(0.1))
+    (again,) = _of(Capture, job.tick(0.1))
     assert again.version == 1 + CAPTURE_AHEAD, "it is tried again, until the servers' other words are here"
 
 
@@ -1336,8 +1352,8 @@ def test_a_worker_s_word_that_it_holds_the_last_version_waits_until_the_last_rou
     assert not job.view.orders.ending
     effects = job.play(applied("s0", STEPS - 1, job.view.generation))
     assert job.view.orders.ending, "its word was kept"
-    assert [capture.version for capture in _of(TakeSnapshot, effects)] == [STEPS]
-    job.store(_of(TakeSnapshot, effects)[0])
+    assert [capture.version for capture in _of(Capture, effects)] == [STEPS]
+    job.store(_of(Capture, effects)[0])
     assert job.play(From("w1", Done(job.view.generation))) == [FinishJob("w0")]
 
 
@@ -1405,7 +1421,7 @@ def test_a_snapshot_is_taken_again_when_shards_have_changed_hands_under_it() -> 
     (capture,) = job.play(SnapshotOrdered())
     job.play(Left("s0", "x"))
     assert job.play(Captured("s1", capture.snapshot, tuple(SHARDS))) == []
-    (again,) = _of(TakeSnapshot, job.tick(0.1))
+    (again,) = _of(Capture, job.tick(0.1))
     assert again.writers == ("s1",)
     assert again.snapshot != capture.snapshot
 
@@ -1416,7 +1432,7 @@ def test_no_snapshot_is_begun_while_a_server_that_outlived_the_coordinator_is_no
     job.join("s0", incarnation=old.incarnations["s0"])
     assert job.play(SnapshotOrdered()) == []
     job.join("s1", incarnation=old.incarnations["s1"])
-    assert len(_of(TakeSnapshot, job.tick(0.1))) == 1
+    assert len(_of(Capture, job.tick(0.1))) == 1
 
 
 # ---- the end ----
@@ -1426,7 +1442,7 @@ def test_the_job_is_over_when_all_are_done_and_the_last_version_is_stored() -> N
     job = _begun(_SNAPSHOTS)
     effects = job.done("w0")
     assert _of(PublishView, effects)[0].view.orders.ending
-    (capture,) = _of(TakeSnapshot, effects)
+    (capture,) = _of(Capture, effects)
     assert capture.version == STEPS
     assert job.done("w1") == []
     assert job.machine.waiting_for() == "a snapshot of the last version, which s0, s1 hold"
@@ -1435,17 +1451,17 @@ def test_the_job_is_over_when_all_are_done_and_the_last_version_is_stored() -> N
 
 def test_a_last_version_that_is_stored_before_all_are_done_waits_for_them() -> None:
     job = _begun(_SNAPSHOTS)
-    (capture,) = _of(TakeSnapshot, job.done("w0"))
+    (capture,) = _of(Capture, job.done("w0"))
     assert _of(FinishJob, job.store(capture)) == []
     assert job.done("w1") == [FinishJob("w0")]
 
 
 def test_when_the_last_version_cannot_be_stored_its_members_hold_it_until_there_is_room() -> None:
     job = _begun(msgspec.structs.replace(_SNAPSHOTS, heartbeat=2.0))
-    (capture,) = _of(TakeSnapshot, job.done("w0"))
+    (capture,) = _of(Capture, job.done("w0"))
     job.done("w1")
     (held,) = job.play(SnapshotLost(capture.snapshot, "no space left"))
-    assert isinstance(held, fx.TellHeld)
+    assert isinstance(held, Held)
     assert held.text.startswith(f"version {STEPS}, the last, is not stored (no space left). s0, s1 hold it in memory")
     assert job.machine.waiting_for() == (
         "room for the last version, which s0, s1 hold (Ctrl-C ends the job without it)"
@@ -1462,17 +1478,17 @@ def test_when_the_last_version_cannot_be_stored_its_members_hold_it_until_there_
     assert job.store(again)[-1] == FinishJob("w0")
 
 
-def _tries_again(job: Any) -> list[TakeSnapshot]:
+def _tries_again(job: Any) -> list[Capture]:
     while True:
         for member in ("s0", "s1", "w0", "w1"):
             job.play(ev.Heard(member))
-        if captures := _of(TakeSnapshot, job.play(Tick(job.machine.course.now + 1.0))):
+        if captures := _of(Capture, job.play(Tick(job.machine.course.now + 1.0))):
             return captures
 
 
 def test_a_user_may_let_the_job_end_without_its_last_version() -> None:
     job = _begun(_SNAPSHOTS)
-    (capture,) = _of(TakeSnapshot, job.done("w0"))
+    (capture,) = _of(Capture, job.done("w0"))
     job.done("w1")
     job.play(SnapshotLost(capture.snapshot, "no space left"))
     assert job.play(ev.Released()) == [FinishJob("w0")]
@@ -1481,8 +1497,8 @@ def test_a_user_may_let_the_job_end_without_its_last_version() -> None:
 def test_a_snapshot_under_way_is_followed_by_that_of_the_last_version() -> None:
     job = _begun(_SNAPSHOTS)
     (early,) = job.play(SnapshotOrdered())
-    assert _of(TakeSnapshot, job.done("w0")) == []
-    (last,) = _of(TakeSnapshot, job.store(early))
+    assert _of(Capture, job.done("w0")) == []
+    (last,) = _of(Capture, job.store(early))
     assert last.version == STEPS
     job.done("w1")
     assert job.store(last)[-1] == FinishJob("w0")
@@ -1568,7 +1584,7 @@ def test_a_member_without_a_part_in_the_job_fails_alone(failing: str) -> None:
     effects = job.play(From(failing, GiveUp("for fun")))
     assert not _of(fx.Abort, effects)
     assert _of(fx.Refuse, effects) == [fx.Refuse(failing, "it has failed: for fun", final=True)]
-    assert Announce(f"{failing} is gone: it has failed: for fun") in effects
+    assert Say(f"{failing} is gone: it has failed: for fun") in effects
     assert job.machine.phase is Phase.RUNNING
     assert job.view.generation == before.generation
     assert failing not in job.machine.course.members

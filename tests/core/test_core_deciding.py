@@ -9,13 +9,13 @@ import pytest
 from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _terms
 
 from rallypoint.config import Evaluation
-from rallypoint.core.cluster.effects import Abort, Announce, Commit, FinishJob, Refuse, TakeSnapshot
+from rallypoint.core.cluster.effects import Abort, Commit, FinishJob, Refuse
 from rallypoint.core.cluster.evaluations import KEPT, EvaluationLedger
 from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, SnapshotFound
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.decisions import Best, Decided, KeepBest, ReduceOnPlateau, Rules, StopWhen
-from rallypoint.core.protocol import Done, Evaluated, Evaluates
+from rallypoint.core.protocol import Capture, Done, Evaluated, Evaluates, Say
 from rallypoint.core.view import EarlyEnd, Lease, StandingOrders
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.ending import LeasedVersion
@@ -31,7 +31,7 @@ def _begun(
     """A job of 20 steps that evaluates every 4 steps, and whose evaluations decide."""
     job = _Job(_terms(workers, 2, **(terms or {})), record=_record(**config))
     names = [f"w{i}" for i in range(workers + standby)]
-    for capture in _of(TakeSnapshot, job.come("s0", "s1", *names)):
+    for capture in _of(Capture, job.come("s0", "s1", *names)):
         _store(job, capture)
     for name in names:
         job.play(From(name, Evaluates((EVERY,), stops=stops)))
@@ -39,7 +39,7 @@ def _begun(
     return job
 
 
-def _store(job: _Job, capture: TakeSnapshot) -> list[Any]:
+def _store(job: _Job, capture: Capture) -> list[Any]:
     effects = job.play(*(Captured(writer, capture.snapshot, tuple(SHARDS)) for writer in capture.writers))
     committed = [Committed(commit.snapshot) for commit in _of(Commit, effects)]
     return [*effects, *job.play(*committed)]
@@ -92,7 +92,7 @@ def test_a_rule_ends_the_job_with_the_version_that_is_due_next() -> None:
     _reported(job, 12)
     effects = _result(job, 12, 3.0)
     assert job.view.orders.stop == EarlyEnd(16, "loss has not become better than 1 in 2 evaluations", "run.stop_when")
-    assert Announce(f"the job ends with step 16: {job.view.orders.stop.reason}") in effects
+    assert Say(f"the job ends with step 16: {job.view.orders.stop.reason}") in effects
     _reported(job, 15)
     _result(job, 16, 1.0)
     generation = job.view.generation
@@ -211,7 +211,7 @@ def test_what_a_run_s_last_snapshot_says_does_not_depend_on_the_coordinator_that
 
 def test_a_snapshot_is_complete_only_when_all_before_its_version_is_decided() -> None:
     job = _begun(terms={"snapshots": True, "snapshot_steps": 6})
-    (capture,) = _of(TakeSnapshot, _reported(job, 4))
+    (capture,) = _of(Capture, _reported(job, 4))
     assert capture.version == 6
     assert not _of(Commit, _store(job, capture)), "nobody could evaluate version 4 any more after going back to 6"
     assert [commit.version for commit in _of(Commit, _result(job, 4, 1.0))] == [6]
@@ -220,12 +220,12 @@ def test_a_snapshot_is_complete_only_when_all_before_its_version_is_decided() ->
 def test_where_the_best_is_kept_each_version_that_is_evaluated_gets_a_snapshot_before_it_is_passed() -> None:
     job = _begun(stops=(), terms={"snapshots": True}, evaluation=Evaluation(keep_best="loss"))
     assert job.view.orders.lease == Lease(4, "w2", until=4), "its snapshot is not asked for"
-    (capture,) = _of(TakeSnapshot, _reported(job, 1))
+    (capture,) = _of(Capture, _reported(job, 1))
     assert capture.version == 4
     assert job.view.orders.lease == Lease(4, "w2", until=8)
     _reported(job, 4)
     _store(job, capture)
-    assert Announce("step 4 is the best so far: loss 1; its snapshot is kept") in _result(job, 4, 1.0)
+    assert Say("step 4 is the best so far: loss 1; its snapshot is kept") in _result(job, 4, 1.0)
     ledger = job.machine.course.evaluations
     assert ledger.decided.best == Best(4, 1.0, KeepBest("loss"))
     assert job.machine.course.kept == (4, 4)
@@ -339,7 +339,7 @@ def test_a_coordinator_that_does_not_know_what_is_evaluated_completes_no_snapsho
     ledger = after.machine.course.evaluations
     ledger.periods, ledger.stops, ledger.registered = (), (), False  # the journal had no room for it
     after.machine.course.furthest = job.machine.course.furthest
-    (capture,) = _of(TakeSnapshot, _reported(after, 4))
+    (capture,) = _of(Capture, _reported(after, 4))
     assert not _of(Commit, _store(after, capture))
     for name in ("w0", "w1", "w2"):
         after.play(From(name, Evaluates((EVERY,), stops=(RULE,))))

@@ -10,14 +10,13 @@ import pytest
 from test_core_cluster import _begun, _Job, _of, _record, _terms, applied
 
 from rallypoint.codec.spec import TopK
-from rallypoint.core.cluster import effects as fx
-from rallypoint.core.cluster.effects import Abort, Announce, Commit, Effect, FinishJob, PublishView, TakeSnapshot
+from rallypoint.core.cluster.effects import Abort, Commit, Effect, FinishJob, PublishView
 from rallypoint.core.cluster.events import Captured, Committed, From, Left, Released, SnapshotLost, Unlinked
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.storing.last_snapshot import PATIENCE_S
 from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.policy import AllReduce
-from rallypoint.core.protocol import GiveUp
+from rallypoint.core.protocol import Capture, GiveUp, Held, Say
 from rallypoint.core.view import ViewNumber
 
 WHY = "the loss of replica 0 at step 5 is nan"
@@ -34,9 +33,9 @@ def at_step_5(*, heartbeat: float = 1.0, workers: Sequence[str] = ("w0", "w1"), 
     return job
 
 
-def asked(effects: Sequence[Effect]) -> TakeSnapshot:
-    (capture,) = _of(TakeSnapshot, effects)
-    assert isinstance(capture, TakeSnapshot)
+def asked(effects: Sequence[Effect]) -> Capture:
+    (capture,) = _of(Capture, effects)
+    assert isinstance(capture, Capture)
     return capture
 
 
@@ -45,7 +44,7 @@ def test_the_version_that_the_servers_hold_is_stored_before_the_job_ends() -> No
     effects = job.play(From("w0", GiveUp(WHY)))
     capture = asked(effects)
     assert (capture.version, capture.writers) == (5, ("s0", "s1"))
-    assert [said.text for said in _of(fx.TellHeld, effects)] == [
+    assert [said.text for said in _of(Held, effects)] == [
         "w0 has failed; storing the newest version before the job ends (Ctrl-C ends it now)"
     ]
     assert _of(Abort, effects) == []
@@ -122,7 +121,7 @@ def test_what_cannot_be_stored_is_not_waited_for(event: Any, said: list[str]) ->
         event = SnapshotLost(capture.snapshot, event.reason)
     effects = job.play(event)
     assert _of(Abort, effects) == ENDED
-    assert [effect.text.removeprefix(f"snapshot {capture.snapshot} ") for effect in _of(Announce, effects)] == said
+    assert [effect.text.removeprefix(f"snapshot {capture.snapshot} ") for effect in _of(Say, effects)] == said
 
 
 def test_a_slow_store_is_waited_for_as_long_as_files_come() -> None:
@@ -202,7 +201,7 @@ def test_the_next_coordinator_goes_on_with_the_end_and_says_the_same_reason() ->
     job = at_step_5()
     job.play(From("w0", GiveUp(WHY)))
     follower = followed(job)
-    assert _of(TakeSnapshot, follower.tick(1.0, alive=())) == [], "it waits for the servers to come back"
+    assert _of(Capture, follower.tick(1.0, alive=())) == [], "it waits for the servers to come back"
     for member in ("s0", "s1", "w1"):
         follower.join(member, incarnation=job.incarnations[member])
     capture = asked(follower.tick(0.1, alive=()))
@@ -280,7 +279,7 @@ def test_what_nobody_can_compute_any_more_is_not_waited_for() -> None:
     job.play(SnapshotLost(capture.snapshot, "s1: too late", 6))
     effects = job.play(From("w1", GiveUp("the same", 5, job.view.generation, sent="some")))
     assert _of(Abort, effects) == ENDED
-    (said,) = _of(Announce, effects)
+    (said,) = _of(Say, effects)
     assert said.text.startswith("the newest version is not stored: w0 has failed in the middle of a backward pass")
 
 
@@ -304,7 +303,7 @@ def test_the_version_that_a_failed_worker_has_sent_all_for_is_stored_though_no_s
     capture = asked(sent_all(job))
     assert capture.version == 6
     assert sent_all(job, "w1") == [], "it has sent all too: the version comes"
-    assert _of(TakeSnapshot, job.play(Left("w0", "it has ended"), Left("w1", "it has ended"))) == [], "they have it"
+    assert _of(Capture, job.play(Left("w0", "it has ended"), Left("w1", "it has ended"))) == [], "they have it"
     assert _of(Abort, job.store(capture)) == ENDED
 
 
@@ -321,13 +320,13 @@ def test_where_others_are_too_slow_for_that_version_the_one_before_is_stored() -
     job = at_step_5()
     sent_all(job)
     effects: list[Effect] = []
-    while not _of(TakeSnapshot, effects):
+    while not _of(Capture, effects):
         assert _of(Abort, effects) == []
         effects = job.tick(1.0)
     assert asked(effects).version == 5
     late = job.play(SnapshotLost(asked(effects).snapshot, "s1: too late", 6))
     assert _of(Abort, late) == ENDED
-    assert [said.text for said in _of(Announce, late)][-1].startswith("the newest version is not stored: others cannot")
+    assert [said.text for said in _of(Say, late)][-1].startswith("the newest version is not stored: others cannot")
 
 
 def test_what_a_lost_worker_owes_of_that_version_is_computed_by_one_that_has_not_failed() -> None:
@@ -388,7 +387,7 @@ def test_a_server_whose_link_broke_just_before_a_worker_failed_is_waited_for(bac
         if job.machine.phase is not Phase.OVER:
             effects = job.tick(1.0, alive=("s0", "w0", "w1"))
     assert _of(Abort, effects) == ENDED
-    assert any(said.text.startswith("the newest version is not stored: ") for said in _of(Announce, effects))
+    assert any(said.text.startswith("the newest version is not stored: ") for said in _of(Say, effects))
 
 
 def test_where_nothing_can_be_stored_the_job_ends_at_once_although_a_server_s_link_has_broken() -> None:

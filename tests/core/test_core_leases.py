@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from test_core_cluster import STEPS, _Job, _of, _record, _terms
 
-from rallypoint.core.cluster.effects import Abort, Announce, FinishJob, PublishView
+from rallypoint.core.cluster.effects import Abort, FinishJob, PublishView
 from rallypoint.core.cluster.events import Computed, From, Left, Resized, SnapshotFound
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.policy import AllReduce, Async, Sync
-from rallypoint.core.protocol import Done, Evaluated, Evaluates, GiveUp, Leaving
+from rallypoint.core.protocol import Done, Evaluated, Evaluates, GiveUp, Leaving, Say
 from rallypoint.core.view import Assignment, Lease, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.core.worker.factory import shell_for
@@ -212,7 +212,7 @@ def test_a_version_that_was_lost_with_its_server_is_named_at_the_end() -> None:
         job.play(_result(job, "w2", version))
     effects = _end(job, "w0", "w1", "w2")
     assert _of(FinishJob, effects)
-    assert [said.text for said in _of(Announce, effects)] == [
+    assert [said.text for said in _of(Say, effects)] == [
         "without an evaluation: step 4; whoever had that version was lost"
     ]
 

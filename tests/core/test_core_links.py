@@ -10,13 +10,13 @@ import pytest
 from test_core_cluster import beat
 
 from rallypoint.core.cluster import events
-from rallypoint.core.cluster.effects import Announce, Effect, PublishView
+from rallypoint.core.cluster.effects import Effect, PublishView
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.plan.topology import HostFacts, Topology
 from rallypoint.core.policy import AllReduce
-from rallypoint.core.protocol import CaughtUp, Propose
+from rallypoint.core.protocol import CaughtUp, Propose, Say
 from rallypoint.core.view import Member, View
 from rallypoint.testing.simulation.job import SimulatedJob
 
@@ -38,7 +38,7 @@ class Cluster:
     job: SimulatedJob = JOB
 
     def run(self, effects: list[Effect]) -> None:
-        self.said += [effect.text for effect in effects if isinstance(effect, Announce)]
+        self.said += [effect.text for effect in effects if isinstance(effect, Say)]
         self.machine.validate()
         for effect in effects:
             if isinstance(effect, PublishView):

@@ -9,11 +9,11 @@ from test_core_stop import _begun, _reported
 
 from rallypoint.coordinator.operator import Orders
 from rallypoint.core.cluster import events
-from rallypoint.core.cluster.effects import PublishView, TakeSnapshot
+from rallypoint.core.cluster.effects import PublishView
 from rallypoint.core.cluster.events import Captured, Committed, From, Heard, Left, Paused, SnapshotFound, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.protocol import AnyOrder, Drain, Ordered, Pause, Stop, StopWanted
+from rallypoint.core.protocol import AnyOrder, Capture, Drain, Ordered, Pause, Stop, StopWanted
 from rallypoint.core.view import StandingOrders, View, ViewNumber
 from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.core.worker.slots import Compute
@@ -76,7 +76,7 @@ def test_a_snapshot_that_is_wanted_in_a_pause_is_of_the_version_that_there_is() 
     job = _begun(snapshots=True)
     _reported(job, 4)
     job.play(Paused(True))
-    (capture,) = _of(TakeSnapshot, job.play(events.SnapshotOrdered()))
+    (capture,) = _of(Capture, job.play(events.SnapshotOrdered()))
     assert capture.version == 5
 
 
@@ -87,7 +87,7 @@ def test_while_the_job_is_paused_no_version_is_stored_twice() -> None:
     versions = []
     for now in range(10):
         alive = [Heard(name) for name in ("s0", "s1", "w0", "w1")]
-        for capture in _of(TakeSnapshot, job.play(*alive, Tick(20.0 * now))):
+        for capture in _of(Capture, job.play(*alive, Tick(20.0 * now))):
             versions.append(capture.version)
             job.play(*(Captured(server, capture.snapshot, tuple(range(99))) for server in capture.writers))
             job.play(Committed(capture.snapshot))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from test_core_cluster import _begun, _Job, _of, _terms, beat
 
-from rallypoint.core.cluster.effects import Announce, Effect, FindSnapshot, FinishJob, Refuse
+from rallypoint.core.cluster.effects import Effect, FindSnapshot, FinishJob, Refuse
 from rallypoint.core.cluster.events import From, Tick
 from rallypoint.core.cluster.reach import FIRST, SOUND
-from rallypoint.core.protocol import Done
+from rallypoint.core.protocol import Done, Say
 from rallypoint.core.view import Member
 
 HB = 2.0
@@ -130,14 +130,14 @@ def test_it_says_in_one_sentence_whom_and_why() -> None:
     effects = _Beats(_job()).play(3.5 * HB, {"w0": ["s1"]})
     why = "w0 has not reached s1 for 6.0 s, and the job has made no progress for 3 heartbeats"
     assert Refuse("w0", f"given up: {why}") in effects
-    assert Announce(f"w0 is gone: {why}") in effects
+    assert Say(f"w0 is gone: {why}") in effects
 
 
 def test_a_worker_that_nobody_can_replace_is_kept_and_the_server_hands_its_shards_over() -> None:
     job = _job("s0", "s1", "w0", workers_start=1)
     effects = _Beats(job).play(3.5 * HB, {"w0": ["s1"]})
     why = "w0 has not reached s1 for 6.0 s, and the job has made no progress for 3 heartbeats"
-    assert _of(Announce, effects) == [Announce(f"s1 is to hold no shards for now: {why}")]
+    assert _of(Say, effects) == [Say(f"s1 is to hold no shards for now: {why}")]
     assert set(job.view.primary.values()) == {"s0"}
     assert {member.id for member in job.view.servers} == {"s0", "s1"}
 
@@ -172,7 +172,7 @@ def test_who_was_set_apart_stands_by_when_it_comes_back_and_computes_when_nobody
     beats.play(5 * HB, {"w0": ["s1"]}, waiting=False)
     assert not job.view.takes_part("w0", 1)
     effects = beats.play(SOUND * HB + 0.5, {}, waiting=False)
-    assert Announce("w0 takes part again") in effects
+    assert Say("w0 takes part again") in effects
     job.reached("w0")  # it has fetched a version
     assert job.view.takes_part("w0", 3)
 
@@ -243,7 +243,7 @@ def test_a_worker_whose_thread_hangs_while_all_others_wait_is_given_up_after_a_m
     assert beats.play(59.0, {}, hung=["w0"]) == []
     effects = beats.play(2.0, {}, hung=["w0"])
     assert [refuse.member for refuse in _of(Refuse, effects)] == ["w0"]
-    assert "its main thread hangs: nothing for 60 s while all wait" in _of(Announce, effects)[0].text
+    assert "its main thread hangs: nothing for 60 s while all wait" in _of(Say, effects)[0].text
     job.come("w0")
     beats.play(SOUND * HB + 1.0, {}, waiting=False, hung=["w0"])
     assert not job.view.takes_part("w0", 3), "it hangs still"

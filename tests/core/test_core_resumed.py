@@ -9,13 +9,14 @@ import pytest
 from test_core_all_reduce import RECORD as ALL_REDUCE
 from test_core_cluster import RECORD, _Job, _of, _terms
 
-from rallypoint.core.cluster.effects import Abort, FindSnapshot, FinishJob, PublishView, SendRecord
+from rallypoint.core.cluster.effects import Abort, FindSnapshot, FinishJob, PublishView
 from rallypoint.core.cluster.events import Left, SnapshotFound, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed, begun_by
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.decisions import Decided
 from rallypoint.core.job import JobRecord
+from rallypoint.core.protocol import Prepare
 from rallypoint.core.view import EarlyEnd
 
 MEMBERS = ("s0", "s1", "w0", "w1")
@@ -77,7 +78,7 @@ def test_a_job_that_has_begun_and_whose_journal_does_not_know_with_what_looks_fo
     effects = job.come(*MEMBERS)
     assert _of(PublishView, effects) == []
     assert len(_of(FindSnapshot, effects)) == 1
-    assert {prepare.member for prepare in _of(SendRecord, effects)} == {"s0", "s1"}
+    assert {prepare.member for prepare in _of(Prepare, effects)} == {"s0", "s1"}
     job.play(SnapshotFound("step-00000012-20001", 12))
     assert (job.view.origin, job.machine.course.furthest) == ("step-00000012-20001", 11)
 

@@ -9,11 +9,11 @@ import pytest
 from test_core_cluster import RECORD, _again, _begun, _Job, _of, _terms
 
 from rallypoint.core.cluster import effects as fx
-from rallypoint.core.cluster.effects import Admit, Announce, Effect, FindSnapshot, PublishView, Refuse, TakeSnapshot
+from rallypoint.core.cluster.effects import Admit, Effect, FindSnapshot, PublishView, Refuse
 from rallypoint.core.cluster.events import From, Joined, Left, SnapshotOrdered, Tick, Unlinked
 from rallypoint.core.cluster.reach import RETURN_S
 from rallypoint.core.cluster.terms import LIVING_S
-from rallypoint.core.protocol import Propose
+from rallypoint.core.protocol import Capture, Prepare, Propose, Say
 from rallypoint.core.view import Member
 
 HEARTBEAT = 2.0
@@ -42,12 +42,12 @@ def test_a_coordinator_that_hears_nobody_gives_nobody_up_and_takes_everybody_bac
     job.play(*(Unlinked(name, "its connection ended") for name in EVERYBODY))
     quiet += _silence(job, 7.0)
     presumes = "the coordinator presumes that it is cut off itself, and gives nobody up"
-    assert quiet == [Announce(f"no sign of life from 4 of 4 members: {presumes}")]
+    assert quiet == [Say(f"no sign of life from 4 of 4 members: {presumes}")]
     assert job.machine.waiting_for() == "members to be heard again (the coordinator presumes that it is cut off itself)"
     effects = _back(job, *EVERYBODY) + job.tick(0.1)
     assert [e for e in effects if isinstance(e, Admit)] == [Admit(n, incarnations[n]) for n in EVERYBODY]
     assert all(publish.view == view for publish in _of(PublishView, effects))
-    assert _of(Announce, effects) == [Announce("4 of 4 members are heard again: the coordinator is no longer cut off")]
+    assert _of(Say, effects) == [Say("4 of 4 members are heard again: the coordinator is no longer cut off")]
     assert job.view == view
     assert job.machine.waiting_for() is None
 
@@ -93,7 +93,7 @@ def test_a_connection_that_times_out_is_no_departure() -> None:
     assert _silence(job, 1.5, heard=["s1", "w1"]) == []
     effects = _back(job, "s0", "w0")
     assert effects == [
-        Admit("s0", job.incarnations["s0"]), fx.SendRecord("s0", RECORD), PublishView(view, ("s0",)),
+        Admit("s0", job.incarnations["s0"]), fx.Send("s0", Prepare(RECORD)), PublishView(view, ("s0",)),
         Admit("w0", job.incarnations["w0"]), PublishView(view, ("w0",)),
     ]  # fmt: skip
     assert job.play(From("w0", Propose(RECORD))) == []
@@ -124,7 +124,7 @@ def test_a_reset_is_a_death_however_long_ago_the_member_has_beaten(seconds: floa
     _silence(job, seconds, heard=["s0", "s1", "w1"])
     job.play(Unlinked("w0", "its connection ended", reset=True))
     effects = job.tick(0.25)
-    assert Announce("w0 is gone: its connection ended") in effects
+    assert Say("w0 is gone: its connection ended") in effects
     assert "w0" not in {member.id for member in job.view.workers}
     assert not job.machine.course.members.given_up  # the job's end does not wait for a dead process
 
@@ -153,7 +153,7 @@ def test_a_member_whose_old_connection_still_looks_open_is_the_same_member() -> 
 def test_another_process_under_the_name_of_an_unlinked_member_replaces_it() -> None:
     job = _job()
     job.play(Unlinked("w0", "its connection ended"))
-    assert Announce("w0 is gone: another process came under its name") in job.come("w0")
+    assert Say("w0 is gone: another process came under its name") in job.come("w0")
 
 
 def test_members_under_whose_names_others_wait_are_dead_and_not_out_of_reach() -> None:
@@ -162,7 +162,7 @@ def test_members_under_whose_names_others_wait_are_dead_and_not_out_of_reach() -
     job.play(*(Unlinked(name, "its connection ended") for name in EVERYBODY))
     effects = [e for _ in range(10) for e in job.tick(0.25, alive=(), replaced=EVERYBODY)]
     assert [refuse.member for refuse in _of(Refuse, effects)] == ["w0", "w1", "s0", "s1"]
-    assert not [say for say in _of(Announce, effects) if "cut off" in say.text]
+    assert not [say for say in _of(Say, effects) if "cut off" in say.text]
 
 
 def test_a_coordinator_that_presumes_itself_cut_off_learns_from_who_comes_in_their_place_that_it_is_not() -> None:
@@ -171,7 +171,7 @@ def test_a_coordinator_that_presumes_itself_cut_off_learns_from_who_comes_in_the
     effects = job.tick(0.25, alive=(), replaced=("s0",))
     assert effects == [], "one of four, where one of four members that is heard proves nothing either"
     effects = job.tick(0.25, alive=(), replaced=("s0", "w0"))
-    assert _of(Announce, effects)[0] == Announce(
+    assert _of(Say, effects)[0] == Say(
         "2 of 4 members have been replaced: the coordinator is no longer cut off"
     )
     assert [refuse.member for refuse in _of(Refuse, effects)] == ["w0", "s0"]
@@ -181,10 +181,10 @@ def test_a_coordinator_that_presumes_itself_cut_off_learns_from_who_comes_in_the
 
 def test_a_snapshot_is_taken_again_when_a_member_comes_back_that_may_have_missed_the_request() -> None:
     job = _begun(_terms(heartbeat=HEARTBEAT, snapshots=True))
-    (first,) = _of(TakeSnapshot, job.play(SnapshotOrdered()))
+    (first,) = _of(Capture, job.play(SnapshotOrdered()))
     job.play(Unlinked("s0", "its connection ended"))
     _back(job, "s0")
-    (again,) = _of(TakeSnapshot, job.tick(0.1))
+    (again,) = _of(Capture, job.tick(0.1))
     assert again.snapshot != first.snapshot
 
 

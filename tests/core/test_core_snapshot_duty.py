@@ -6,7 +6,7 @@ import pytest
 
 from rallypoint.config import JobConfig, record_of
 from rallypoint.core.cluster.events import SnapshotLost
-from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE, SnapshotDuty, slowest_clock
+from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE, SnapshotDuty
 from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
@@ -69,16 +69,16 @@ def test_one_is_due_when_wanted_or_at_the_end_but_never_two_at_a_time() -> None:
 def test_in_a_streaming_job_it_is_called_by_the_slowest_clock_never_lower_than_the_last_one() -> None:
     duty, record = _duty(), _record(Async())
     duty.computed(7, replica=0)
-    assert duty.next_version(record, 7, slowest_clock, ending=False) == 0
+    assert duty.next_version(record, 7, in_rounds=False, ending=False) == 0
     duty.computed(4, replica=1)
     duty.computed(3, replica=1)  # a backup task came late
-    assert duty.next_version(record, 7, slowest_clock, ending=False) == 5
+    assert duty.next_version(record, 7, in_rounds=False, ending=False) == 5
     duty.last = (6, 1.0)
-    assert duty.next_version(record, 7, slowest_clock, ending=False) == 6
-    assert duty.next_version(record, STEPS - 1, slowest_clock, ending=True) == STEPS
+    assert duty.next_version(record, 7, in_rounds=False, ending=False) == 6
+    assert duty.next_version(record, STEPS - 1, in_rounds=False, ending=True) == STEPS
     duty.computed(STEPS - 1, replica=0)
     duty.computed(STEPS - 1, replica=1)
-    assert duty.next_version(record, STEPS - 1, slowest_clock, ending=False) == STEPS - 1
+    assert duty.next_version(record, STEPS - 1, in_rounds=False, ending=False) == STEPS - 1
 
 
 def test_no_two_have_one_id_not_even_of_two_coordinators() -> None:

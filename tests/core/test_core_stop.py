@@ -8,13 +8,14 @@ from test_core_cluster import RECORD, SHARDS, _Job, _of, _record, _terms, applie
 from rallypoint.config import Reading
 from rallypoint.core import protocol
 from rallypoint.core.cluster import events
-from rallypoint.core.cluster.effects import Abort, Announce, Commit, FinishJob, PublishView, TakeSnapshot
+from rallypoint.core.cluster.effects import Abort, Commit, FinishJob, PublishView
 from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, SnapshotFound, SnapshotLost
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.modes import Feature, ModeTraits
 from rallypoint.core.order import stream_unread
 from rallypoint.core.policy import Async, Sync
+from rallypoint.core.protocol import Capture, Say
 from rallypoint.core.shard.server import ServerMachine, ServerPlan
 from rallypoint.core.shard.shell import ServerShell
 from rallypoint.core.view import EarlyEnd, StandingOrders, ViewNumber
@@ -25,7 +26,7 @@ from rallypoint.core.worker.factory import WorkerPlan, shell_for
 def _begun(workers: int = 2, **terms: object) -> _Job:
     job = _Job(_terms(workers, 2, **terms))
     effects = job.come("s0", "s1", *(f"w{i}" for i in range(workers)))
-    for capture in _of(TakeSnapshot, effects):  # version 0 is stored
+    for capture in _of(Capture, effects):  # version 0 is stored
         job.play(*(Captured(server, capture.snapshot, tuple(SHARDS)) for server in capture.writers))
         job.play(Committed(capture.snapshot))
     return job
@@ -49,7 +50,7 @@ def test_the_next_view_says_with_which_version_the_job_ends() -> None:
     _reported(job, 4)
     effects = job.play(_stop(job, 6))
     (publish,) = _of(PublishView, effects)
-    assert [said.text for said in _of(Announce, effects)] == ["the job ends with step 6: enough (w0)"]
+    assert [said.text for said in _of(Say, effects)] == ["the job ends with step 6: enough (w0)"]
     assert publish.view.orders.stop == EarlyEnd(6, "enough", "w0")
     assert set(publish.members) == {"s0", "s1", "w0", "w1"}
     _reported(job, 5)
@@ -155,7 +156,7 @@ def test_a_snapshot_of_a_version_that_is_not_made_any_more_is_dropped() -> None:
     assert taking is not None
     assert taking.version == 8
     job.play(_stop(job, 7))
-    (capture,) = _of(TakeSnapshot, job.play(Computed("w1", 5, 2, 0.1, job.view.generation)))
+    (capture,) = _of(Capture, job.play(Computed("w1", 5, 2, 0.1, job.view.generation)))
     assert capture.version == 7
     job.play(SnapshotLost(capture.snapshot, "past it", 9), applied("s0", 8, job.view.generation))
     assert job.view.orders.stop is not None
@@ -167,7 +168,7 @@ def test_a_snapshot_of_the_last_version_is_dropped_when_a_later_one_is_the_last(
     job = _begun(snapshots=True)
     _reported(job, 4)
     job.play(_stop(job, 6))
-    (capture,) = _of(TakeSnapshot, job.play(events.SnapshotOrdered()))
+    (capture,) = _of(Capture, job.play(events.SnapshotOrdered()))
     assert capture.version == 6
     effects = job.play(applied("s0", 7, job.view.generation))
     assert job.view.orders.stop is not None
@@ -175,7 +176,7 @@ def test_a_snapshot_of_the_last_version_is_dropped_when_a_later_one_is_the_last(
     stored = [Captured(server, capture.snapshot, tuple(SHARDS)) for server in capture.writers]
     effects += job.play(*stored)
     assert not _of(Commit, effects)
-    assert _of(TakeSnapshot, [*effects, *job.tick(1.0)]), "it is due at once"
+    assert _of(Capture, [*effects, *job.tick(1.0)]), "it is due at once"
 
 
 def test_the_next_coordinator_knows_it_and_a_roll_back_changes_nothing() -> None:
@@ -231,11 +232,11 @@ def _ended(job: _Job, version: int, *before: From) -> list[str]:
     """What is said where both workers hold the last version."""
     effects = job.play(*before, applied("s0", version - 1, job.view.generation))
     effects += job.play(_done(job, "w0", version), _done(job, "w1", version))
-    for capture in _of(TakeSnapshot, effects):
+    for capture in _of(Capture, effects):
         effects += job.play(*(Captured(server, capture.snapshot, tuple(SHARDS)) for server in capture.writers))
         effects += job.play(Committed(capture.snapshot))
     assert _of(FinishJob, effects)
-    return [said.text for said in _of(Announce, effects)]
+    return [said.text for said in _of(Say, effects)]
 
 
 def _job_of(**settings: object) -> _Job:
@@ -248,7 +249,7 @@ def test_where_scripts_make_sums_their_end_is_no_stop() -> None:
     record = msgspec.structs.replace(RECORD, features=(*RECORD.features, Feature.SUMS))
     job = _Job(_terms(2, 2), record=record)
     job.come("s0", "s1", "w0", "w1")
-    assert not _of(Announce, job.play(_stop(job, 1)))
+    assert not _of(Say, job.play(_stop(job, 1)))
     assert job.view.orders.stop is not None
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 from test_core_cluster import RECORD, _begun, _Job, _of, _terms
 
-from rallypoint.core.cluster.effects import Abort, Announce, PublishView
+from rallypoint.core.cluster.effects import Abort, PublishView
 from rallypoint.core.cluster.events import From
-from rallypoint.core.protocol import AuditFound
+from rallypoint.core.protocol import AuditFound, Say
 
 AUDITED = msgspec.structs.replace(RECORD, config={**RECORD.config, "audit": {"share": 1.0}})
 
@@ -57,7 +57,7 @@ def test_a_verdict_needs_two_who_agree() -> None:
         found(job, 0, "w1", agreed=agreed)
         assert "w1" in job.machine.course.members.workers
     effects = found(job, 0, "w1", agreed=("w0", "w2"))
-    assert "w0 on host-of-w0 and w2 on host-of-w2 agree" in " ".join(say.text for say in _of(Announce, effects))
+    assert "w0 on host-of-w0 and w2 on host-of-w2 agree" in " ".join(say.text for say in _of(Say, effects))
     assert "w1" not in job.machine.course.members.workers
 
 

@@ -15,7 +15,6 @@ from one_server import FIRST, OneServer
 
 from rallypoint.aggregator import AggregatorService
 from rallypoint.core.protocol import GiveUp, Hello, Message
-from rallypoint.core.shard.shell import PeerLinks
 from rallypoint.core.view import Member
 from rallypoint.data.loader import one_thread
 from rallypoint.errors import LinkError, ProtocolError, RallypointError
@@ -61,11 +60,11 @@ def test_what_could_not_be_sent_to_another_server_ends_the_job() -> None:
     put: list[inbox.Event | None] = []
     failed: list[Exception] = []
     peers = Peers(
-        PeerLinks("s", decides=False), Views(), put.append, transport=InprocTransport(), tracer=Tracer("s"),
-        credentials=Credentials(Identity("server", "s")), failed=failed.append,
+        Views(), put.append, transport=InprocTransport(), tracer=Tracer("s"),
+        credentials=Credentials(Identity("server", "s")), failed=failed.append, always=False,
     )  # fmt: skip
     other = Member("s1", "there", "s1:1", 2)
-    calls = peers._dial(other)._calls
+    calls = peers._opened(other)._calls
     calls.up(BROKEN)
     calls.down(LinkError("cut"))
     assert put == [inbox.PeerLinked(other, BROKEN), inbox.PeerLost("s1", BROKEN)]

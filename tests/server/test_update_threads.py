@@ -17,6 +17,7 @@ from one_server import FIRST, SECOND, Context
 from rallypoint.config import JobConfig, record_of, resolve
 from rallypoint.core.layout import Layout, TensorSpec, build_layout
 from rallypoint.core.protocol import Applied, Message
+from rallypoint.core.shard import clip
 from rallypoint.core.view import Assignment, Member, View
 from rallypoint.launch.observing.health import STUCK_S, stuck_for
 from rallypoint.net.frames import Header, Kind
@@ -205,7 +206,7 @@ def test_a_view_that_finishes_a_step_says_so_when_its_update_is_made() -> None:
     server.held_back = True
     server.step(0)
     server.step(1)
-    assert [type(event) for event in server.queued] == [inbox.VerdictCame]
+    assert [type(event) for event in server.queued] == [clip.StepVerdict]
     made_when_said = []
 
     def say(message: Message) -> None:

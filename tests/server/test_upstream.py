@@ -44,7 +44,7 @@ def test_a_server_that_is_ahead_by_a_view_does_not_keep_the_aggregator_from_the_
     credentials.given(first, {"s": ticket_for(SECRET, "aggregator", "a", 2)})
     came: list[Event | None] = []
     upstream = Upstream(
-        credentials, ServerJob(record_of(CONFIG, LAYOUT), CONFIG), views, came.append, transport=transport,
+        ServerJob(record_of(CONFIG, LAYOUT), CONFIG), views, came.append, transport=transport, credentials=credentials,
         tracer=Tracer("a"), failed=lambda error: None,
     )  # fmt: skip
     views.adopt(first)

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rallypoint.coordinator.inbox import Connection
-from rallypoint.core.cluster import effects
 from rallypoint.core.cluster.effects import Abort, FindSnapshot, FinishJob
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.decisions import Decided
 from rallypoint.core.job import JobRecord
-from rallypoint.core.protocol import Aborted, Fingerprint, Finished, Held, Message, Say, SnapshotEvery, Stored
+from rallypoint.core.protocol import Aborted, Capture, Fingerprint, Finished, Message, Stored
 from rallypoint.core.view import EarlyEnd
 
 
@@ -69,13 +68,6 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class BeginSnapshot:
-    """Collect the parts of this snapshot from now on; drop those of any other."""
-
-    snapshot: str
-
-
-@dataclass(frozen=True, slots=True)
 class AddPart:
     """Add a part that a member has stored to its snapshot; `writer` names the member, as ``server1 on node2``."""
 
@@ -85,7 +77,7 @@ class AddPart:
 
 @dataclass(frozen=True, slots=True)
 class CommitSnapshot:
-    """Write the manifest; SnapshotCommitted or SnapshotFailed follows. The snapshot `origin` must not be deleted.
+    """Write the manifest; `Snapshotted` or `SnapshotLost` follows. The snapshot `origin` must not be deleted.
 
     `stop`: the job's early end, if it is known. `decided`: what was decided from evaluations up to this version.
     `kept`: see `Course.kept`.
@@ -122,18 +114,9 @@ class Over:
 
 
 Act = (
-    Save | SendMessage | RefuseConnection | Close | AppendLog | Record | BeginSnapshot | AddPart | CommitSnapshot
+    Save | SendMessage | RefuseConnection | Close | AppendLog | Record | Capture | AddPart | CommitSnapshot
     | AddFigures | FindSnapshot | Over
 )  # fmt: skip
-
-
-def sentence_of(effect: effects.Announce | effects.TellHeld | effects.PeriodTuned) -> Say | Held | SnapshotEvery:
-    """The message that tells observers a sentence, or a figure."""
-    if isinstance(effect, effects.PeriodTuned):
-        return SnapshotEvery(effect.seconds)
-    if isinstance(effect, effects.Announce):
-        return Say(effect.text)
-    return Held(effect.text)
 
 
 def last_message(word: FinishJob | Abort) -> Finished | Aborted:

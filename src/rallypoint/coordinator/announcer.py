@@ -63,7 +63,6 @@ class Comparable:
     _first: bytes = b""  # the digest of version 0, once it was said
 
     def propose(self, worker: str, proposal: Propose) -> None:
-        """A worker proposes the job's record."""
         self._proposed[worker] = (proposal.first, proposal.record.threads)
 
     def taken_over(self, view: View) -> None:

@@ -140,7 +140,6 @@ class FingerprintLog:
 
 
 def _size(kept: sqlite3.Connection) -> int:
-    """The bytes that are in use."""
     pages, size, free = (kept.execute(f"pragma {of}").fetchone()[0] for of in _SIZES)
     return int((pages - free) * size)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
-from rallypoint.core.protocol import Hello, Message
+from rallypoint.core.protocol import Aborted, Hello, Message, Say, Snapshotted
 
 Connection = Hashable  # a channel, or a simulated wire: the shell only compares it
 
@@ -56,36 +56,12 @@ class Ticked:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotCommitted:
-    """The manifest is written: the snapshot is durable."""
-
-    snapshot: str
-    version: int
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class EndWanted:
-    """End the job for a reason outside the machine: a user, a child process that died, an error of the coordinator."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SentenceSaid:
-    """A sentence for the observers."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Barrier:
     """Call `reached`, on the owner's thread, when all events before it have been handled."""
 
     reached: Callable[[], None]
 
 
-Event = (
-    Opened | Received | Closed | Ticked | SnapshotCommitted | SnapshotLost | SnapshotFound | EndWanted | SentenceSaid
-)  # fmt: skip
+# (`Say`: a sentence for the observers. `Aborted`: the job ends for a reason outside the machine: a user, a child
+# process that died, an error of the coordinator.)
+Event = Opened | Received | Closed | Ticked | Snapshotted | SnapshotLost | SnapshotFound | Say | Aborted

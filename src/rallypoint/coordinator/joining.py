@@ -43,7 +43,6 @@ class Tickets:
         self._sent: dict[str, View] = {}  # the last view that went over each member's connection
 
     def admitted(self, id: str, incarnation: int, role: str) -> Admitted:
-        """The message that admits this member."""
         return Admitted(incarnation, ticket_for(self._secret, role, id, incarnation))
 
     def news(self, view: View, members: Sequence[str]) -> Iterator[tuple[str, OfViews]]:

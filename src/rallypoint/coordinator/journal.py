@@ -165,7 +165,6 @@ class Journal:
             raise self._unreadable(error) from None
 
     def close(self) -> None:
-        """Close the file."""
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
 
@@ -248,7 +247,6 @@ class _Writer:
 
     @property
     def is_busy(self) -> bool:
-        """True while a state is being written."""
         with self._changed:
             return self._state is not None
 

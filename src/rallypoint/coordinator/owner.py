@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rallypoint.coordinator import inbox
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.protocol import Aborted
 from rallypoint.errors import sentence_of
 
 TICKS = 8  # in one heartbeat, the time after which a silent member is given up
@@ -38,7 +39,6 @@ class Owner:
         self._thread = threading.Thread(target=self._run, name="coordinate", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def put(self, event: inbox.Event | inbox.Barrier) -> None:
@@ -57,7 +57,6 @@ class Owner:
         return time.monotonic() - self._looked
 
     def is_alive(self) -> bool:
-        """True while the thread runs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -84,7 +83,7 @@ class Owner:
             try:
                 self._handle(event)
             except Exception as error:
-                self._handle(inbox.EndWanted(f"the coordinator failed: {sentence_of(error)}"))
+                self._handle(Aborted(f"the coordinator failed: {sentence_of(error)}"))
 
 
 # The time without pauses of this process.

@@ -122,7 +122,6 @@ class StreamTally(StepTally):
 
 
 def tally_for(config: JobConfig) -> StepTally:
-    """The tally of a job with these settings."""
     match config.mode.pace:
         case Pace.ROUNDS:
             return StepTally(config.replicas, config.quorum)

@@ -27,7 +27,7 @@ from rallypoint.core.cluster.effects import Abort, FindSnapshot
 from rallypoint.core.cluster.events import SnapshotFound
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.protocol import Hello, Welcome
+from rallypoint.core.protocol import Aborted, Hello, Say, Welcome
 from rallypoint.errors import AddressInUse
 from rallypoint.net.channel import Channel
 from rallypoint.net.handshake import Identity, job_secret, role_token
@@ -105,7 +105,7 @@ class CoordinatorService:
         me = Identity("coordinator", "", role_token(self._token, "coordinator"))
         self._journal = self._journal_of(self._join_info.folder)
         me = replace(me, secret=job_secret(self._journal.secret, me.token))
-        self._persistence = Persistence(self._journal, lambda text: self._owner.put(inbox.SentenceSaid(text)))
+        self._persistence = Persistence(self._journal, lambda text: self._owner.put(Say(text)))
         recovered = self._journal.load()
         self.is_later = self._terms.earlier > 0 or recovered is not None  # it goes on with the job of an earlier one
         word = None if recovered is None or self._resume is not None else recovered.last_word
@@ -189,11 +189,11 @@ class CoordinatorService:
 
     def abort(self, reason: str) -> None:
         """End the job from outside (a child process died, Ctrl-C); all members are told why. Any thread may call it."""
-        self._owner.put(inbox.EndWanted(reason))
+        self._owner.put(Aborted(reason))
 
     def say(self, text: str) -> None:
         """Tell the observers a sentence, and write it into the event log. Any thread may call it."""
-        self._owner.put(inbox.SentenceSaid(text))
+        self._owner.put(Say(text))
 
     def close(self) -> None:
         """End every connection and thread; wait up to 2 s for members to receive the last word."""

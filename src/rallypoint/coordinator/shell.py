@@ -11,7 +11,6 @@ from rallypoint.coordinator.acts import (
     AddFigures,
     AddPart,
     AppendLog,
-    BeginSnapshot,
     Close,
     CommitSnapshot,
     Over,
@@ -20,7 +19,6 @@ from rallypoint.coordinator.acts import (
     SendMessage,
     failure_of,
     last_message,
-    sentence_of,
 )
 from rallypoint.coordinator.announcer import Announcer, Told
 from rallypoint.coordinator.claims import Agreement, Claims, Early, event_of, own_part
@@ -38,24 +36,24 @@ from rallypoint.core.protocol import (
     Aborted,
     AnyOrder,
     Applied,
-    Assist,
     AuditFound,
     Beat,
     Capture,
     CaughtUp,
     Evaluated,
     Finished,
+    Held,
     Hello,
     Knows,
     Message,
     Metrics,
     Ordered,
-    Prepare,
     Propose,
     Release,
     Report,
     Resize,
     Say,
+    SnapshotEvery,
     Snapshotted,
     Stored,
 )
@@ -148,15 +146,14 @@ class CoordinatorShell:
                 return self._received(connection, hello, message)
             case inbox.Closed():
                 return self._closed(event)
-            case inbox.SnapshotCommitted(snapshot=snapshot):
-                done = Snapshotted(snapshot, event.version, event.nbytes, event.seconds)
-                return [*self._announce(done), *self._drive(cluster_events.Committed(snapshot))]
+            case Snapshotted(snapshot=snapshot):
+                return [*self._announce(event), *self._drive(cluster_events.Committed(snapshot))]
             case cluster_events.SnapshotLost() | cluster_events.SnapshotFound():
                 return self._drive(event)
-            case inbox.EndWanted(reason=reason):
-                return self._end(Aborted(reason))
-            case inbox.SentenceSaid(text=text):
-                return self._announce(Say(text))
+            case Aborted():
+                return self._end(event)
+            case Say():
+                return self._announce(event)
 
     # ---- connections ----
 
@@ -305,28 +302,23 @@ class CoordinatorShell:
             case cluster_effects.Refuse(member=member, reason=reason, final=final):
                 connection = self.members.pop(member, None)
                 return [] if connection is None else [RefuseConnection(connection, reason, final)]
-            case cluster_effects.Dismiss(server=server):
-                return self._send(Finished(), server)
+            case cluster_effects.Send(member=member, message=message):
+                return self._send(message, member)
             case cluster_effects.Admit(member=member, incarnation=incarnation):
                 admitted = self._tickets.admitted(member, incarnation, self.machine.course.members.role_of(member))
                 return [*self._send(admitted, member), *self.announcer.ended_scripts(member)]
-            case cluster_effects.SendRecord(member=member, record=record):
-                return self._send(Prepare(record), member)
             case cluster_effects.PublishView(view=view, members=members):
                 return self._publish(view, members)
-            case cluster_effects.AskBackupTask(worker=worker, step=step, replica=replica):
-                return self._send(Assist(step, replica), worker)
-            case cluster_effects.Announce() | cluster_effects.TellHeld() | cluster_effects.PeriodTuned():
-                return self._announce(sentence_of(effect))
+            case Say() | Held() | SnapshotEvery():
+                return self._announce(effect)
             case cluster_effects.Note(text=text):
                 return [AppendLog(Say(text))]
             case cluster_effects.FinishJob() | cluster_effects.Abort():
                 return self._end(last_message(effect))
-            case cluster_effects.TakeSnapshot(snapshot=snapshot, version=version, writers=writers):
-                self._capture = Capture(snapshot, version, writers)
-                self._claims.asked(self._capture)
-                asked = self._send(self._capture, *writers)
-                return [BeginSnapshot(snapshot), *asked, *self._ask_workers_for_codec_states()]
+            case Capture(writers=writers):
+                self._capture = effect
+                self._claims.asked(effect)
+                return [effect, *self._send(effect, *writers), *self._ask_workers_for_codec_states()]
             case cluster_effects.Commit(snapshot=snapshot, version=version):
                 self._capture = None
                 return [self._commit(snapshot, version)]

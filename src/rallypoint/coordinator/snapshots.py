@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rallypoint.coordinator import inbox
-from rallypoint.coordinator.acts import Act, AddFigures, AddPart, BeginSnapshot, CommitSnapshot
+from rallypoint.coordinator.acts import Act, AddFigures, AddPart, CommitSnapshot
 from rallypoint.core.cluster.effects import FindSnapshot
 from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
+from rallypoint.core.protocol import Aborted, Capture, Say, Snapshotted
 from rallypoint.errors import sentence_of
 from rallypoint.store.files import EndingThread, patiently
 from rallypoint.store.manifest import Manifest, ShardEntry
@@ -57,7 +58,7 @@ class SnapshotKeeper:
     def do(self, act: Act) -> None:
         """Do one of the shell's acts that are about snapshots; return at once."""
         match act:
-            case BeginSnapshot(snapshot=snapshot):
+            case Capture(snapshot=snapshot):
                 self._parts = {snapshot: _Parts()}  # drop the parts of earlier snapshots
                 self._tasks.put(("the deletion of attempts", lambda: self._give_up(snapshot)))
             case AddPart(part=part, writer=writer):
@@ -99,7 +100,7 @@ class SnapshotKeeper:
             try:
                 call()
             except Exception as error:  # else the coordinator would wait for an answer for ever
-                self._put(inbox.EndWanted(f"the thread for snapshots failed: {sentence_of(error)}"))
+                self._put(Aborted(f"the thread for snapshots failed: {sentence_of(error)}"))
 
     def _look(self) -> None:
         with contextlib.suppress(Exception):
@@ -110,7 +111,7 @@ class SnapshotKeeper:
             if unseen := self._unseen(manifest):
                 why = _not_shared(unseen, parts.writers, self._store.url)
                 first = manifest.version == 0  # nothing is lost yet, and later ones would not be seen either
-                self._put(inbox.EndWanted(why) if first else SnapshotLost(manifest.id, why))
+                self._put(Aborted(why) if first else SnapshotLost(manifest.id, why))
                 return
             self._store.commit(manifest, self._newest)
             self._newest = manifest.id
@@ -118,7 +119,7 @@ class SnapshotKeeper:
             self._put(SnapshotLost(manifest.id, sentence_of(error)))
             return
         nbytes, seconds = sum(manifest.files.values()), time.monotonic() - parts.began
-        self._put(inbox.SnapshotCommitted(manifest.id, manifest.version, nbytes, seconds))
+        self._put(Snapshotted(manifest.id, manifest.version, nbytes, seconds))
         self._complete.pop(act.step, None)
         self._complete[act.step] = manifest
         while len(self._complete) > _JUDGED_LATE:
@@ -130,7 +131,7 @@ class SnapshotKeeper:
             keep = (manifest.id, act.origin)
             self._store.retain(self._kept_by(act), keep, versions=lambda v: v == best or v > decided)
         except Exception as error:
-            self._put(inbox.SentenceSaid(f"old snapshots could not be deleted: {sentence_of(error)}"))
+            self._put(Say(f"old snapshots could not be deleted: {sentence_of(error)}"))
 
     def _give_up(self, before: str) -> None:
         with contextlib.suppress(Exception):  # the disk may be full, and takes no snapshot until somebody makes room
@@ -161,18 +162,18 @@ class SnapshotKeeper:
             if self._store.amend(judged):
                 self._complete[act.step] = judged
         except Exception as error:
-            self._put(inbox.SentenceSaid(f"the figures of step {act.step} could not be stored: {sentence_of(error)}"))
+            self._put(Say(f"the figures of step {act.step} could not be stored: {sentence_of(error)}"))
 
     def _of_version(self, version: int) -> Manifest | None:
         found = self._store.manifests() if version >= 0 else []
         return next((manifest for manifest in reversed(found) if manifest.version == version), None)
 
     def _find(self) -> None:
-        say = lambda text: self._put(inbox.SentenceSaid(text))  # noqa: E731
+        say = lambda text: self._put(Say(text))  # noqa: E731
         try:
             manifest = patiently(lambda: self._store.latest_usable(say), say, "looking for the newest snapshot")
         except Exception as error:
-            self._put(inbox.EndWanted(f"the snapshots cannot be read: {sentence_of(error)}"))
+            self._put(Aborted(f"the snapshots cannot be read: {sentence_of(error)}"))
             return
         if manifest is None:
             self._put(SnapshotFound(""))

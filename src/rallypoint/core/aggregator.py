@@ -234,7 +234,6 @@ class BlockSum:
         return [part for part in waiting if part.block in planned]
 
     def forget_all(self) -> list[Effect]:
-        """Drop every part."""
         return [self._forget(part) for part in self]
 
     def validate(self) -> None:
@@ -364,7 +363,6 @@ class AggregatorMachine:
         return [FollowServer(server), *self._ask_again(server), *self._send_ready()]
 
     def server_lost(self, server: str) -> list[Effect]:
-        """The connection to a server has ended."""
         if self._up.pop(server, None) is not None:
             self._down_from[server] = self._now
         return []
@@ -545,7 +543,6 @@ class AggregatorShell(Generic[L]):
         return self.machine.gone(worker)
 
     def gone(self, link: L, worker: str) -> list[Effect]:
-        """The link is closed."""
         if self.workers.get(worker) is not link:
             return []
         del self.workers[worker]
@@ -562,7 +559,6 @@ class AggregatorShell(Generic[L]):
         return self.machine.gone(worker) if self.workers.get(worker) is link else []
 
     def fetched(self, link: L, worker: str, shard: int, version: int) -> list[Effect]:
-        """The worker needs one version again."""
         return self.machine.fetched(worker, shard, version) if self.workers.get(worker) is link else []
 
     def contributed(self, worker: str, new: BlockContribution, number: ViewNumber) -> list[Effect]:

@@ -39,7 +39,7 @@ class Audits:
         has, where none has more than half of them: the replica's place among all, shifted by a random distance. (Of
         workers of several kinds, each kind is dealt with by itself.)
         """
-        home = owner(view, step, replica)
+        home = view.owner(step, replica)
         if len(able := peers(view, step, home)) < 2:
             return ""
         hosts = {member.id: member.host for member in view.workers}
@@ -59,8 +59,8 @@ class Audits:
         One on another host than the replica's owner, if possible. Else all are equally likely.
         """
         hosts = {member.id: member.host for member in view.workers}
-        home = hosts.get(owner(view, step, replica))
-        able = [worker for worker in peers(view, step, owner(view, step, replica)) if worker not in but]
+        home = hosts.get(owner := view.owner(step, replica))
+        able = [worker for worker in peers(view, step, owner) if worker not in but]
         drawn = {worker: _drawn(self.seed, step, f"{replica} {worker}") for worker in able}
         return min(able, default="", key=lambda worker: (hosts.get(worker) == home, drawn[worker]))
 
@@ -78,11 +78,6 @@ class Audits:
         delivered.
         """
         return worker in view.contributors and self.audited(step)
-
-
-def owner(view: View, step: int, replica: int) -> str:
-    """The worker that the view assigns this replica to; "" if there is none."""
-    return next((worker for worker, own in view.assigned(step).items() if replica in own), "")
 
 
 def computing(view: View, step: int) -> list[str]:

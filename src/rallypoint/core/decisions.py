@@ -104,7 +104,6 @@ class KeepBest(msgspec.Struct, frozen=True):
     mode: Mode = "min"
 
     def better(self, value: float, best: float) -> bool:
-        """Is the value an improvement?"""
         return value < best if self.mode == "min" else value > best
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from rallypoint.core.view import View, ViewNumber
 
 NEWEST = -1  # in place of a version: whatever is published
+LAST = 1 << 60  # a step of which the newest assignment counts
 OWN = 0  # the number of the machine's own requests; those of the caller have higher ones
 
 
@@ -142,8 +143,7 @@ class KeyMachine:
     @property
     def contributors(self) -> tuple[int, ...]:
         """The contributors that the view gives this worker, ascending."""
-        assignments = self.view.assignments if self.view is not None else ()
-        return tuple(sorted(assignments[-1].replicas.get(self.me, ()))) if assignments else ()
+        return () if self.view is None else tuple(sorted(self.view.replicas_of(self.me, LAST)))
 
     def next_step(self, shard: int, contributor: int) -> int | None:
         """The step of this contributor's next push to the shard; None while it is not known."""
@@ -224,12 +224,10 @@ class KeyMachine:
         return self._advance(range(self.shards))
 
     def link_up(self, server: str) -> list[Effect]:
-        """The link to a server is up (again)."""
         self.links.add(server)
         return self._advance(self._at(server))
 
     def link_lost(self, server: str) -> list[Effect]:
-        """The link to a server has ended."""
         self.links.discard(server)
         for shard in self._at(server):
             self.lines[shard].forget()
@@ -363,12 +361,6 @@ class KeyMachine:
             assert not (line.first and line.version > 0), f"shard {shard} may begin, at version {line.version}"
             assert line.asked is None or linked, f"shard {shard}: a pull without a link"
             assert line.wanted is None or linked, f"shard {shard}: a want without a link"
-
-
-def holder(view: View, contributor: int) -> str:
-    """The worker to which the view gives this contributor; "" if there is none."""
-    newest = view.assignments[-1].replicas if view.assignments else {}
-    return next((worker for worker, own in newest.items() if contributor in own), "")
 
 
 def _standing(view: View, worker: str) -> tuple[int, tuple[int, ...]]:

@@ -8,13 +8,15 @@ as they come, and sends the parameters that this replica needs next (BoundedStal
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.typed import CountFromOne, CountFromZero, FromZero, SettingsType, Share
+
+if TYPE_CHECKING:
+    from rallypoint.core.shard.machine import ShardMachine
 
 
 class Verdict(enum.Enum):
@@ -26,72 +28,50 @@ class Verdict(enum.Enum):
     REJECT = "reject"  # ignore it: it cannot be for this server now
 
 
-class Ledger(Protocol):
-    """What a policy may know about a shard."""
+class Policy(msgspec.Struct, frozen=True):
+    """When a server applies contributions, and when it may serve a version: here as streaming policies do.
 
-    @property
-    def version(self) -> int:
-        """The number of updates applied; under an aligned policy also the round in progress."""
+    They apply a replica's contributions in its own order, each once (I2). Each counts 1/R of the learning rate, so that
+    a step of all R replicas moves the parameters about as far as a step of Sync does: the same learning rate can be
+    used.
+    """
 
-    @property
-    def expected(self) -> int:
-        """The number of replicas that contribute to the shard: R, or 1 for buffers."""
-
-    @property
-    def added(self) -> int:
-        """The number of contributions in the sum in progress."""
-
-    @property
-    def slowest(self) -> int:
-        """The lowest clock: the number of steps of which every replica's contribution has been applied."""
-
-    @property
-    def visible(self) -> int:
-        """The lowest clock in the published version; lower than `slowest` until the backup has acknowledged."""
-
-    def knows(self, replica: int) -> bool:
-        """True if this replica's next contribution is here already, in the sum or held."""
-
-    @property
-    def chosen(self) -> Sequence[int]:
-        """The replicas of the round in progress that an earlier primary had chosen, in its order; empty if none had."""
-
-    def clock(self, replica: int) -> int:
-        """The step of this replica's next contribution; under an aligned policy the round in progress."""
-
-
-class Policy(Protocol):
-    """When a server applies contributions, and when it may serve a version."""
-
-    @property
-    def streaming(self) -> bool:
-        """True if each replica has a clock of its own."""
+    streaming: ClassVar[bool] = True  # each replica has a clock of its own
 
     @property
     def tree(self) -> bool:
         """True if a shard's sum is the tree over all replicas (I3): every round has all of them."""
+        return False
 
     @property
     def chooses(self) -> bool:
         """True if an update leaves out some contributions, depending on when they arrive."""
+        return not (self.streaming or self.tree)
 
     def clocks(self, contributors: int) -> int:
         """The number of a shard's contributors that have a clock of their own: all `contributors`, or 0."""
+        return contributors if self.streaming else 0
 
-    def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
+    def admit(self, shard: ShardMachine, step: int, replica: int) -> Verdict:
         """What to do with the contribution of `replica` to `step`, counted from the first one that contributes."""
+        if replica >= shard.expected or step > shard.clock(replica):
+            return Verdict.REJECT
+        return Verdict.DROP if step < shard.clock(replica) or shard.knows(replica) else Verdict.ADD
 
-    def complete(self, ledger: Ledger) -> bool:
+    def complete(self, shard: ShardMachine) -> bool:
         """True if the sum in progress may be applied."""
+        return shard.added > 0
 
-    def serve(self, ledger: Ledger, clock: int) -> bool:
+    def serve(self, shard: ShardMachine, clock: int) -> bool:
         """True if a worker may have the parameters for a replica's step `clock`."""
+        return True
 
-    def rate(self, ledger: Ledger, staleness: int) -> float:
+    def rate(self, shard: ShardMachine, staleness: int) -> float:
         """The factor of the learning rate for a contribution that was computed `staleness` updates ago."""
+        return 1.0 / shard.expected
 
 
-class Sync(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="sync", forbid_unknown_fields=True):
+class Sync(Policy, metaclass=SettingsType, frozen=True, tag="sync", forbid_unknown_fields=True):
     """Every round has all R contributions, summed by a tree over replica numbers (I1, I3).
 
     A contribution to an earlier round is a repeat and is dropped (I2). One to a later round is rejected: no worker can
@@ -103,100 +83,53 @@ class Sync(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="sync", forb
     """
 
     quorum: CountFromOne | None = None
-
-    @property
-    def streaming(self) -> bool:
-        return False
+    streaming: ClassVar[bool] = False
 
     @property
     def tree(self) -> bool:
         return self.quorum is None
 
-    @property
-    def chooses(self) -> bool:
-        return self.quorum is not None
-
-    def clocks(self, contributors: int) -> int:
-        return 0
-
-    def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
-        if replica >= ledger.expected or step > ledger.version:
+    def admit(self, shard: ShardMachine, step: int, replica: int) -> Verdict:
+        if replica >= shard.expected or step > shard.version:
             return Verdict.REJECT
-        if step < ledger.version:
+        if step < shard.version:
             return Verdict.DROP
-        if ledger.chosen:
-            if replica not in ledger.chosen or ledger.knows(replica):
+        if shard.chosen:
+            if replica not in shard.chosen or shard.knows(replica):
                 return Verdict.DROP
-            return Verdict.ADD if replica == ledger.chosen[ledger.added] else Verdict.HOLD
-        if self.quorum is not None and (ledger.knows(replica) or ledger.added >= self._needed(ledger)):
+            return Verdict.ADD if replica == shard.chosen[shard.added] else Verdict.HOLD
+        if self.quorum is not None and (shard.knows(replica) or shard.added >= self._needed(shard)):
             return Verdict.DROP
         return Verdict.ADD  # without a quorum, the tree knows which blocks are repeats
 
-    def complete(self, ledger: Ledger) -> bool:
-        return ledger.added == (ledger.expected if self.quorum is None else self._needed(ledger))
+    def complete(self, shard: ShardMachine) -> bool:
+        return shard.added == (shard.expected if self.quorum is None else self._needed(shard))
 
-    def serve(self, ledger: Ledger, clock: int) -> bool:
-        return True
-
-    def rate(self, ledger: Ledger, staleness: int) -> float:
+    def rate(self, shard: ShardMachine, staleness: int) -> float:
         return 1.0
 
-    def _needed(self, ledger: Ledger) -> int:
-        return ledger.expected if self.quorum is None else min(self.quorum, ledger.expected)
-
-
-class _OnArrival(msgspec.Struct, frozen=True):
-    """What streaming policies share: a replica's contributions are applied in its own order, each once (I2).
-
-    Each counts 1/R of the learning rate, so that a step of all R replicas moves the parameters about as far as a step
-    of Sync does: the same learning rate can be used.
-    """
-
-    @property
-    def streaming(self) -> bool:
-        return True
-
-    @property
-    def tree(self) -> bool:
-        return False
-
-    @property
-    def chooses(self) -> bool:
-        return False
-
-    def clocks(self, contributors: int) -> int:
-        return contributors
-
-    def _arrives(self, ledger: Ledger, step: int, replica: int) -> Verdict:
-        if replica >= ledger.expected or step > ledger.clock(replica):
-            return Verdict.REJECT
-        return Verdict.DROP if step < ledger.clock(replica) or ledger.knows(replica) else Verdict.ADD
+    def _needed(self, shard: ShardMachine) -> int:
+        return shard.expected if self.quorum is None else min(self.quorum, shard.expected)
 
 
 class BoundedStaleness(
-    _OnArrival, metaclass=SettingsType, frozen=True, tag="bounded-staleness", forbid_unknown_fields=True
+    Policy, metaclass=SettingsType, frozen=True, tag="bounded-staleness", forbid_unknown_fields=True
 ):  # fmt: skip
     """Stale-synchronous (SSP; Ho et al., 2013): contributions are applied on arrival, but no replica runs more than
     `staleness` steps ahead of the slowest. With `staleness=0` it is Sync."""
 
     staleness: CountFromZero
 
-    def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
-        verdict = self._arrives(ledger, step, replica)
-        ahead = step > ledger.slowest + self.staleness
+    def admit(self, shard: ShardMachine, step: int, replica: int) -> Verdict:
+        verdict = Policy.admit(self, shard, step, replica)
+        ahead = step > shard.slowest + self.staleness
         return Verdict.HOLD if verdict is Verdict.ADD and ahead else verdict
 
-    def complete(self, ledger: Ledger) -> bool:
-        return ledger.added > 0
-
-    def serve(self, ledger: Ledger, clock: int) -> bool:
-        return clock <= ledger.visible + self.staleness
-
-    def rate(self, ledger: Ledger, staleness: int) -> float:
-        return 1.0 / ledger.expected
+    def serve(self, shard: ShardMachine, clock: int) -> bool:
+        return clock <= shard.visible + self.staleness
 
 
-class Async(_OnArrival, metaclass=SettingsType, frozen=True, tag="async", forbid_unknown_fields=True):
+class Async(Policy, metaclass=SettingsType, frozen=True, tag="async", forbid_unknown_fields=True):
     """Contributions are applied on arrival, and no replica waits for another.
 
     Attributes:
@@ -213,17 +146,11 @@ class Async(_OnArrival, metaclass=SettingsType, frozen=True, tag="async", forbid
     delay_compensation: FromZero = 0.0
     fold: CountFromOne = 1
 
-    def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
-        return self._arrives(ledger, step, replica)
+    def complete(self, shard: ShardMachine) -> bool:
+        return shard.added >= self.fold
 
-    def complete(self, ledger: Ledger) -> bool:
-        return ledger.added >= self.fold
-
-    def serve(self, ledger: Ledger, clock: int) -> bool:
-        return True
-
-    def rate(self, ledger: Ledger, staleness: int) -> float:
-        return 1.0 / (max(1, staleness) if self.scale_by_staleness else ledger.expected)
+    def rate(self, shard: ShardMachine, staleness: int) -> float:
+        return 1.0 / (max(1, staleness) if self.scale_by_staleness else shard.expected)
 
 
 class LocalSteps(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="local-steps", forbid_unknown_fields=True):

@@ -706,7 +706,6 @@ def with_secrets(message: Message, change: Callable[[bytes], bytes]) -> Message:
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message as msgpack."""
     return _encoder.encode(message)
 
 

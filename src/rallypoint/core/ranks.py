@@ -27,7 +27,6 @@ class TensorBox(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def elements(self) -> int:
-        """The number of elements in it."""
         return math.prod(self.sizes)
 
     @property

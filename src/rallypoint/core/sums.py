@@ -31,7 +31,6 @@ class Block(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of replicas."""
         return self.stop - self.start
 
     def covers(self, other: Block) -> bool:
@@ -40,7 +39,6 @@ class Block(NamedTuple):
 
 
 def leaf(replica: int) -> Block:
-    """The block of one replica."""
     return Block(replica, replica + 1)
 
 
@@ -128,7 +126,6 @@ class Forest:
         return True in [first <= start and stop <= last for first, last in self._held.values()]
 
     def has(self, replica: int) -> bool:
-        """True if a held block has this replica."""
         return self.covers(leaf(replica))
 
     def add(self, block: Block) -> list[Block]:
@@ -178,7 +175,6 @@ class Forest:
         self.remove([block.start for block in self if not wanted(block)])
 
     def clear(self) -> None:
-        """Hold nothing."""
         self._held.clear()
         self.count = 0
 

@@ -255,10 +255,13 @@ class View(msgspec.Struct, frozen=True):
         """True if servers take a contribution of these replicas from `worker` (or aggregator): see `contributors`."""
         return set(self.contributors.get(worker, ())).issuperset(replicas)
 
+    def owner(self, step: int, replica: int) -> str:
+        """The worker that computes this replica at `step`; "" if there is none."""
+        return next((worker for worker, replicas in self.assigned(step).items() if replica in replicas), "")
+
     def lead(self, step: int) -> str:
-        """The worker that computes replica 0 at `step`: it saves, and evaluates where there are no leases. "" if there
-        is none."""
-        return next((worker for worker, replicas in self.assigned(step).items() if 0 in replicas), "")
+        """The owner of replica 0 at `step`: it saves, and evaluates where there are no leases."""
+        return self.owner(step, 0)
 
     def evaluates(self, worker: str, version: int) -> bool:
         """True if the evaluation of `version` is leased to `worker`."""
@@ -334,13 +337,20 @@ def assign_replicas(
     return {worker: runs[worker] for worker in workers}
 
 
-def shares_of(replicas: int, workers: Sequence[str], speeds: Mapping[str, float]) -> dict[str, int]:
-    """How many of R replicas each worker gets from `assign_replicas`, in the order of `workers`; it raises the same."""
+def shares_of(
+    replicas: int, workers: Sequence[str], speeds: Mapping[str, float],
+    held: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, int]:  # fmt: skip
+    """How many of R replicas each worker gets from `assign_replicas`, in the order of `workers`; it raises the same.
+
+    `held`: what they have before.
+    """
     if not workers:
         raise ValueError("there is no worker to assign replicas to")
     cost = {worker: 1.0 / speeds.get(worker, 1.0) for worker in workers}
-    shares = dict.fromkeys(workers, 0)
-    ends = [(cost[worker], number) for number, worker in enumerate(workers)]  # when it would have one more
+    shares, before = dict.fromkeys(workers, 0), held or {}
+    # When each would have one more
+    ends = [((len(before.get(worker, ())) + 1) * cost[worker], number) for number, worker in enumerate(workers)]
     heapq.heapify(ends)
     for _ in range(replicas):
         end, number = ends[0]
@@ -370,22 +380,13 @@ def reassign_orphans(
     would finish it first. The other workers keep their replicas: they may have computed them already. `speeds` are
     replicas per second. Raises ValueError without a worker.
     """
-    if not workers:
-        raise ValueError("there is no worker to assign replicas to")
     patched = {worker: tuple(assigned.get(worker, ())) for worker in workers}
     orphaned = [own for worker, own in sorted(assigned.items()) if worker not in patched and own]
     idle = [worker for worker in workers if not patched[worker]]
     for worker, own in zip(idle, orphaned, strict=False):
         patched[worker] = own
-    cost = {worker: 1.0 / (speeds or {}).get(worker, 1.0) for worker in workers}
     left = sorted(replica for own in orphaned[len(idle) :] for replica in own)
-    shares = dict.fromkeys(workers, 0)
-    ends = [((len(patched[worker]) + 1) * cost[worker], number) for number, worker in enumerate(workers)]
-    heapq.heapify(ends)
-    for _ in left:
-        worker = workers[number := ends[0][1]]
-        shares[worker] += 1
-        heapq.heapreplace(ends, ((len(patched[worker]) + shares[worker] + 1) * cost[worker], number))
+    shares = shares_of(len(left), workers, speeds or {}, patched)
     return {worker: tuple(sorted((*patched[worker], *run))) for worker, run in _runs(left, shares).items()}
 
 

@@ -183,7 +183,6 @@ class Backlog:
         self.allow(most, most_in_all)
 
     def allow(self, most: int, most_in_all: int) -> None:
-        """Change the limits."""
         self.most, self.most_in_all = most, most_in_all
 
     def change(self, nbytes: int, own: int) -> bool:

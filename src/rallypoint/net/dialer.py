@@ -77,7 +77,6 @@ class Dialer:
         self._thread = threading.Thread(target=self._run, name=f"link to {peer.id}", daemon=True)
 
     def start(self) -> None:
-        """Begin to connect."""
         self._thread.start()
 
     def unreachable(self) -> float:

@@ -90,35 +90,18 @@ class Kind(enum.IntEnum):
 
 
 GREETING_LIMIT = 4 << 10
-_LIMITS = {
+_LIMITS = {kind: 0 if kind >= Kind.CREDIT else 64 << 20 for kind in Kind} | {
     Kind.CHALLENGE: GREETING_LIMIT,
     Kind.HELLO: GREETING_LIMIT,
     Kind.WELCOME: 1 << 20,
     Kind.REFUSE: 64 << 10,
-    Kind.CONTROL: 64 << 20,
     Kind.MEASURES: 16 << 20,
     Kind.CHOICE: 1 << 20,
     Kind.PROVE: 16,  # of the digest of the state
-    Kind.INITIAL: 64 << 20,
-    Kind.PUSH: 64 << 20,
-    Kind.VERSION: 64 << 20,
-    Kind.REPLICATE: 64 << 20,
     Kind.STATE: 456 << 20,  # parameters, three wire copies, the optimizer's two moments, an average; and their names
-    Kind.PULL_ROWS: 64 << 20,
-    Kind.ROWS: 64 << 20,
     Kind.CODEC_STATE: 256 << 20,  # two vectors, and what was sent of a third; the shard's own limit is checked too
-    Kind.WORDS: 64 << 20,
-    Kind.CREDIT: 0,
-    Kind.FOLLOW: 0,
-    Kind.FETCH: 0,
-    Kind.UNFOLLOW: 0,
     Kind.ACK: 16,  # the digest of what the backup holds
-    Kind.WANT: 0,
-    Kind.WAIT: 0,
-    Kind.RECALL: 0,
-    Kind.TAKEN: 0,
-    Kind.PULL_WORDS: 0,
-}
+}  # bytes of a payload
 
 
 _ENCODED = (Kind.PUSH, Kind.VERSION, Kind.CODEC_STATE)  # may be written by a codec

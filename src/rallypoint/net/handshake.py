@@ -234,7 +234,6 @@ class Credentials:
 
 
 def new_token() -> str:
-    """Make a new random job token."""
     return secrets.token_hex(16)
 
 
@@ -276,7 +275,6 @@ class Greeting:
         return links
 
     def refuse(self, reason: str) -> None:
-        """Refuse the dialer."""
         self._transcript.send(Kind.REFUSE, Refused(reason), self._transcript.keys.listener)
 
 
@@ -419,19 +417,10 @@ class _Transcript:
 
     def __init__(self, connection: Connection, keys: TokenKeys | None = None) -> None:
         self.connection = connection
-        self._keys = keys
+        if keys is not None:
+            self.keys: TokenKeys = keys
         self._hash = hashlib.sha256(connection.secured.binding)
         self._claim = b"", b""  # the last proof that came, and the digest of what it is to prove
-
-    @property
-    def keys(self) -> TokenKeys:
-        """The keys of the proofs."""
-        assert self._keys is not None
-        return self._keys
-
-    @keys.setter
-    def keys(self, keys: TokenKeys) -> None:
-        self._keys = keys
 
     @property
     def digest(self) -> bytes:

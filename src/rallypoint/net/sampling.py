@@ -18,13 +18,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rallypoint.core.plan.port import PortPacer, Sent
 from rallypoint.core.protocol import MOST_LINKS, LinkSample, Sampled
 from rallypoint.core.view import View
 from rallypoint.net.transport import LEAST_PACE, Transport
 from rallypoint.observe.usage import Flow, LinkPace, LinkUsage, Traffic, Usage, can_read, nvidia_library, usage
+
+if TYPE_CHECKING:
+    from rallypoint.net.tcp import TcpConnection
 
 # ---- Makes a member's samples: rates from counters that it reads now and then ----
 
@@ -147,20 +150,6 @@ def _both(one: LinkPace, other: LinkPace) -> LinkPace:
 log = logging.getLogger("rallypoint")
 
 
-class Paceable(Protocol):
-    """A connection as a port knows it."""
-
-    @property
-    def local(self) -> bool:
-        """Are both its ends on one host? Such a connection takes nothing of the port."""
-
-    def sent(self) -> Sent | None:
-        """What it has sent; None where the system does not say, or when it has ended."""
-
-    def pace(self, rate: int) -> None:
-        """Send at most `rate` bytes a second; 0: as TCP likes."""
-
-
 class Port:
     """Thread-safe. Where a connection that shares it stays on the host, nothing is paced: another process sends through
     the same port then, and the faster way must not wait.
@@ -171,13 +160,13 @@ class Port:
     def __init__(self, pacer: PortPacer | None = None) -> None:
         self._pacer = pacer or PortPacer()
         self._changed = threading.Condition()
-        self._parts: dict[Paceable, float] = {}
+        self._parts: dict[TcpConnection, float] = {}
         self._locals = 0  # of those
         self._paced = 0.0  # bytes a second: what is set on the connections, together
         self._blind = False  # this system does not say what connections have sent
         self._thread: threading.Thread | None = None
 
-    def share(self, connection: Paceable, part: float) -> None:
+    def share(self, connection: TcpConnection, part: float) -> None:
         """From now on `connection` gets that part (0 to 1) of the port; with 0 it does not share the port any more, and
         is not paced."""
         with self._changed:
@@ -228,7 +217,7 @@ class Port:
                 self._pace()
                 self._thread = None
 
-    def _sent(self) -> dict[Paceable, Sent]:
+    def _sent(self) -> dict[TcpConnection, Sent]:
         told = {one: sent._replace(part=part) for one, part in self._parts.items() if (sent := one.sent()) is not None}
         self._blind = not told
         return told

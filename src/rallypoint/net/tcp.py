@@ -304,7 +304,6 @@ class TcpConnection:
                 self._end()
 
     def _look(self) -> None:
-        """A thread has waited for some time."""
         if is_dead(self._socket):
             self._dead = True
             self._socket.shutdown(socket.SHUT_RDWR)  # for the other thread
@@ -352,7 +351,7 @@ class TcpConnection:
                 self._port.share(self, part)
 
     def sent(self) -> Sent | None:
-        """See `net.sampling.Paceable`."""
+        """What it has sent; None where the system does not say, or when it has ended."""
         return sent_of(self._socket)
 
     def finish(self) -> None:

@@ -37,7 +37,6 @@ class Lenient:
         return len(text)
 
     def flush(self) -> None:
-        """Let the stream pass on what it has."""
         with _left_out():
             self._file.flush()
 

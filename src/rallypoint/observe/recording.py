@@ -186,7 +186,6 @@ class Recorder:
         return self._path(self._part)
 
     def begin(self, machine: Any) -> None:
-        """Begin a file with the state of `machine`."""
         self._attempt(lambda: self._begin(machine))
 
     def called(self, machine: Any, call: Call) -> None:
@@ -196,7 +195,6 @@ class Recorder:
             self._attempt(lambda: self._begin(machine))
 
     def close(self) -> None:
-        """End the recording."""
         self._ended = True
         if self._file is not None:
             self._file.close()
@@ -239,7 +237,6 @@ class Recorder:
 
 @cache
 def version() -> str:
-    """The installed version of this package."""
     try:
         return metadata.version("rallypoint")
     except metadata.PackageNotFoundError:
@@ -261,7 +258,6 @@ def call_of(method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
 
 
 def answered(call: Call, result: Any) -> Call:
-    """The call with its result or exception."""
     if isinstance(result, BaseException):
         return msgspec.structs.replace(call, result=f"{type(result).__name__}: {result}", raised=True)
     return msgspec.structs.replace(call, result=pack(result))

@@ -68,7 +68,6 @@ class Tracer:
         return {name: (count, nanoseconds / 1e9) for name, (count, nanoseconds) in self._counted.items()}
 
     def seconds(self, name: str) -> float:
-        """The seconds of a name that is counted."""
         return self._counted[name][1] / 1e9
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:

@@ -17,7 +17,6 @@ _LOOPBACK = "lo"
 
 
 def usable_cores() -> int:
-    """How many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -183,7 +182,6 @@ class Traffic:
         return found
 
     def paces(self) -> dict[Flow, LinkPace]:
-        """The pace of each connection that is open."""
         with self._lock:
             flows = [*self._open]
         return {flow: flow.pace() for flow in flows}

@@ -136,7 +136,6 @@ class ShardFactory:
         self._scratch = Scratch()  # for encoding versions, on the owner's thread
 
     def allocate(self, index: int) -> HeldShard:
-        """Allocate room for a shard."""
         place = self._layout.shards[index]
         config = self._of_groups.setdefault(place.group, of_group(self._config, place.group))
         if index in self._in_place.parameters:

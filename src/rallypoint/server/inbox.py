@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from rallypoint.core.protocol import Capture
 from rallypoint.core.shard import events
 from rallypoint.core.shard.clip import Measure, StepVerdict
 from rallypoint.core.view import Member, View, ViewNumber
@@ -219,21 +220,6 @@ class AdmissionCame:
 
 
 @dataclass(frozen=True, slots=True)
-class CaptureWanted:
-    """A snapshot begins, of all shards that are primary here."""
-
-    snapshot: str
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class VerdictCame:
-    """A decision on a step. It waits in the inbox behind the effects that came with it."""
-
-    verdict: StepVerdict
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateMade:
     """A thread has made an update of this shard, or failed."""
 
@@ -267,5 +253,6 @@ class Wake:
 Event = (
     Linked | Gone | Followed | UnfollowCame | WantCame | Fetched | PullCame | Initial | Pushed | StateGiven
     | StateRecalled | PeerLinked | PeerLost | UpdateCame | StateCame | ChoiceCame | QuestionCame | AckCame | Told
-    | ViewCame | AdmissionCame | CaptureWanted | VerdictCame | UpdateMade | Restored | RestoreFailed | Wake
+    | ViewCame | AdmissionCame | Capture | StepVerdict | UpdateMade | Restored | RestoreFailed | Wake
 )  # fmt: skip
+# (A verdict waits in the inbox behind the effects that came with it)

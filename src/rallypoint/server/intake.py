@@ -78,8 +78,8 @@ class FrameChecks:
 
     def _beginning(self, header: Header, place: Shard) -> None:
         """The first version comes as a STATE frame where workers hold the parameters, else as an INITIAL frame."""
-        has_state = self._job.beginning.is_state(place)
-        if (header.kind is Kind.STATE) != has_state or header.step > self._job.config.rounds or header.flags:
+        whole = self._job.begins_whole and place.role == "parameters"
+        if (header.kind is Kind.STATE) != whole or header.step > self._job.config.rounds or header.flags:
             raise ProtocolError(
                 f"a {header.kind.name} frame of shard {header.shard} at version {header.step}: this job has none"
             )

@@ -38,34 +38,6 @@ def plan_of(config: JobConfig, shards: Sequence[Shard]) -> ServerPlan:
     )  # fmt: skip
 
 
-# ---- What a worker uploads so that a job can begin: parameters, or (AllReduce) a worker's whole state ----
-
-
-class UploadedStart:
-    """Servers hold the state: a worker uploads the initial parameters, and the job begins at version 0."""
-
-    def is_state(self, place: Shard) -> bool:
-        """Is this shard uploaded as a STATE frame, with its optimizer state?"""
-        return False
-
-    def version(self, said: int) -> int:
-        """The version that the job begins with, when the uploading worker says that it has version `said`."""
-        return 0
-
-
-class WholeState(UploadedStart):
-    """Workers hold the state: one of them uploads its state, which may be of a later version than 0."""
-
-    def is_state(self, place: Shard) -> bool:
-        return place.role == "parameters"
-
-    def version(self, said: int) -> int:
-        return said
-
-
-_BEGINNINGS = {StateHolder.SERVERS: UploadedStart, StateHolder.WORKERS: WholeState}
-
-
 # ---- One job, as its servers need it ----
 
 
@@ -85,12 +57,10 @@ class ServerJob:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """All shards of the layout."""
         return tuple(self.record.layout.shards)
 
     @cached_property
     def plan(self) -> ServerPlan:
-        """The plan for the server's machine."""
         return plan_of(self.config, self.shards)
 
     @cached_property
@@ -119,9 +89,10 @@ class ServerJob:
         return self.config.clocks("parameters") > 0
 
     @cached_property
-    def beginning(self) -> UploadedStart:
-        """What a worker uploads so that the job can begin."""
-        return _BEGINNINGS[self.config.mode.holder]()
+    def begins_whole(self) -> bool:
+        """Do workers hold the state? Then one of them uploads all of it, with the optimizer's, in STATE frames, of any
+        version. Else a worker uploads the initial parameters, of version 0."""
+        return self.config.mode.holder is StateHolder.WORKERS
 
     def round_named(self, round: int) -> str:
         """Name a round in the user's words: a step, or the steps of the round."""

@@ -13,16 +13,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from rallypoint.config import parse
 from rallypoint.core.protocol import Aborted, Beat, Finished, Hello, Message, NewView, Prepare, Refused, Welcome
 from rallypoint.core.shard.shell import Fence
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import REFUSED, AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import Identity
+from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.places import wanted
 from rallypoint.net.tcp import TcpTransport
@@ -52,11 +52,9 @@ class Views:
 
     @property
     def number(self) -> ViewNumber:
-        """The number of the current view."""
         return self._fence.number
 
     def is_new(self, view: View) -> bool:
-        """Is the view newer than the current one?"""
         return not self._fence.known or view.number > self._fence.number
 
     def adopt(self, view: View) -> None:
@@ -103,14 +101,16 @@ class Views:
                 self._changed.notify_all()
 
 
-class Handler(Protocol):
-    """What the owner's thread calls. The reducer and the relay implement it."""
+class Handler:
+    """What the owner's thread calls: the reducer, or the relay."""
 
     def handle(self, event: Any) -> None:
         """Handle one event."""
+        raise NotImplementedError
 
     def idle_work(self) -> Callable[[], None] | None:
         """A function to call while the inbox is empty; None if there is nothing to do."""
+        return None
 
     def close(self) -> None:
         """The job is over."""
@@ -146,7 +146,6 @@ class OwnerThread:
 
     @property
     def waiting(self) -> int:
-        """How many events are in the inbox."""
         return self._inbox.qsize()
 
     def stop(self) -> None:
@@ -182,17 +181,49 @@ def _get_with(cores: SharedCores, inbox: queue.SimpleQueue[object], *, block: bo
     return event
 
 
-class ServerLinks(Protocol):
-    """A member's links to the servers of the view: a server's to the others, an aggregator's to all."""
+Key = tuple[str, int]  # id and incarnation: a server that joins again is another one
+
+
+class ServerLinks(ABC):
+    """A member's links to the other servers of the view: an aggregator's, and a server's own for measures and backups.
+
+    Each has a thread. The coordinator's link calls `adopt`. `put` takes events for the owner; `failed` is called with a
+    fault of our own that has ended a link. `always`: not only where shards have backups.
+    """
+
+    def __init__(
+        self, views: Views, put: Callable[[Any], None], *, transport: Transport, credentials: Credentials,
+        tracer: Tracer, failed: Callable[[Exception], None], always: bool = True,
+    ) -> None:  # fmt: skip
+        self._views, self._put, self._failed, self._always = views, put, failed, always
+        self._transport, self._credentials, self._tracer = transport, credentials, tracer
+        self._links: dict[Key, Any] = {}
+
+    @abstractmethod
+    def _opened(self, server: Member) -> Any:
+        """A new link, with `start`, `unreachable` and `close`."""
+
+    def _end(self, key: Key) -> None:
+        self._links.pop(key).close()
 
     def adopt(self, view: View) -> None:
         """Close the links that the view no longer needs, and open the new ones."""
+        others = {(m.id, m.incarnation): m for m in view.servers if m.id != self._credentials.me.id}
+        for key in [key for key in self._links if key not in others]:
+            self._end(key)
+        for key in [key for key in others if key not in self._links] if self._always or view.backup else ():
+            self._links[key] = link = self._opened(others[key])
+            link.start()
 
     def unreachable(self) -> dict[str, float]:
         """The servers that cannot be reached -> seconds. Any thread may call it."""
+        missed = {key[0]: link.unreachable() for key, link in list(self._links.items())}
+        return {server: seconds for server, seconds in missed.items() if seconds > 0}
 
     def close(self) -> None:
         """Close all links."""
+        for link in self._links.values():
+            link.close()
 
 
 Receive = Callable[[Channel, str], None]  # receives one frame of a connection, from whom

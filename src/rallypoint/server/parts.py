@@ -16,7 +16,7 @@ from rallypoint.codec.base import digest_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.protocol import Accounted, Applied, AuditFound, Message, Updated
 from rallypoint.core.shard import clip, events
-from rallypoint.core.shard.effects import Accepted, Apply, Choose, Disputed, Finish, Reply
+from rallypoint.core.shard.effects import Accepted, Apply, Disputed, Finish, Reply
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.pulls import Request, Requests
 from rallypoint.core.shard.server import Effect
@@ -30,7 +30,7 @@ from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Limits
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.held import HeldShard
-from rallypoint.server.inbox import ChoiceCame, Event, QuestionCame, StateCame, UpdateCame, VerdictCame
+from rallypoint.server.inbox import ChoiceCame, Event, QuestionCame, StateCame, UpdateCame
 from rallypoint.server.rows import Ids, OwnedRows
 from rallypoint.server.shard import OwnedShard, StreamedShard
 from rallypoint.store.record import ShardRecord, encode_record
@@ -80,7 +80,6 @@ class PayloadTickets:
         return self._last
 
     def nbytes(self, ticket: int) -> int:
-        """The payload's length in bytes."""
         return self._arrived[ticket].nbytes
 
     def settle(self, ticket: int, *, early: int | None = None) -> Buffer:
@@ -331,16 +330,13 @@ class Followers:
     def publish(self, shard: int, version: int) -> None:
         """Send a version to all followers."""
         if self._shell.followers:
-            self._send_version(self._shell.followers, shard, version)
+            self.send(self._shell.followers, shard, version)
 
-    def send(self, channel: Channel, shard: int, version: int, *, asked: bool = False) -> None:
-        """Send a version to one follower. The job's last version is sent raw, because it is the result.
+    def send(self, channels: Iterable[Channel], shard: int, version: int, *, asked: bool = False) -> None:
+        """Send a version to some followers. The job's last version is sent raw, because it is the result.
 
-        `asked`: the follower needs this very version (I5), so it neither replaces a newer one nor is replaced.
+        `asked`: they need this very version (I5), so it neither replaces a newer one nor is replaced.
         """
-        self._send_version((channel,), shard, version, asked=asked)
-
-    def _send_version(self, channels: Iterable[Channel], shard: int, version: int, *, asked: bool = False) -> None:
         place = ("version", shard) if self._newest_is_enough and not asked else None
         raw = self._shell.is_last(shard, version)
         self._send(channels, shard, Header(Kind.VERSION, step=version), raw=raw, place=place)
@@ -380,33 +376,20 @@ class Pulls:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._requests: Requests[Channel, tuple[Header, Ids | None]] = Requests()
+        self.requests: Requests[Channel, tuple[Header, Ids | None]] = Requests()
         self.wait = False  # does any request wait?
-
-    @property
-    def shards(self) -> list[int]:
-        """The shards for which a request waits."""
-        return self._requests.shards
 
     def add(self, channel: Channel, header: Header, ids: Ids | None) -> None:
         """A worker asks for the rows `ids` of a table's part, or for all of another shard; None: for the words that the
         header names."""
         newest = bool(header.flags & NEWEST)
         place = (0, 0) if ids is not None else (header.replica, header.wants)
-        self._requests.add(header.shard, Request(channel, header.step, newest, (header, ids), place))
+        self.requests.add(header.shard, Request(channel, header.step, newest, (header, ids), place))
         self.wait = True
-
-    def gone(self, channel: Channel) -> None:
-        """The channel is closed: drop its requests."""
-        self._requests.gone(channel)
-
-    def refuse(self, shard: int) -> None:
-        """Drop the shard's requests: this server is not its primary, and the workers will ask another server."""
-        self._requests.refuse(shard)
 
     def answer(self, shard: int, machine: ShardMachine, owned: HeldShard, number: ViewNumber) -> None:
         """Answer every request that can be answered now."""
-        for request, version in self._requests.answered(shard, machine.published, owned.keeps):
+        for request, version in self.requests.answered(shard, machine.published, owned.keeps):
             asked, ids = request.what
             answer = Header(_ANSWER[asked.kind], number, shard=asked.shard, step=asked.step, base=asked.base)
             if version is None:
@@ -478,10 +461,10 @@ class StepVerdicts:
     def decide(self, verdict: clip.StepVerdict) -> None:
         """A step's verdict is known: report one that is not finite, and queue the verdict for the shards."""
         if verdict.scale is None:
-            self.report(verdict, alone=False)
+            self._context.not_finite(verdict, alone=False)
         self._verdicts.append(verdict)
         # Into the inbox, not now: the shard whose Finish brought the verdict is still running its effects.
-        self._put(VerdictCame(verdict))
+        self._put(verdict)
 
     def norm(self, step: int) -> float | None:
         """The norm of a step's mean gradient, before clipping; None if nobody measures it, or it is not finite.
@@ -493,10 +476,6 @@ class StepVerdicts:
         asked = (step, self._shell.fence.generation)
         found = next((v.norm for v in self._verdicts if (v.step, v.generation) == asked), None)
         return found if found is not None and found <= MOST_NORM else None
-
-    def report(self, verdict: clip.StepVerdict, *, alone: bool) -> None:
-        """Tell the coordinator of a step that is not finite."""
-        self._context.not_finite(verdict, alone=alone)
 
 
 # ---- Keeps backups: sends states and updates as a primary, applies and acknowledges them as a backup ----
@@ -553,11 +532,13 @@ class Replication:
             digest = self._digest_of_update(shard, server, update.version)
             self._shell.replicate(shard, server, update.version, digest).send(header, payload, sent=done)
 
-    def send_choice(self, shard: int, choice: Choose) -> None:
+    def send_choice(self, shard: int, choice: events.Chosen) -> None:
         """Tell who has a copy which contributions make an update. Nobody hears its norm before they know them."""
         data = memoryview(self._choices.encode(choice.replicas))
         header = Header(Kind.CHOICE, self._shell.fence.number, shard=shard, step=choice.step, length=len(data))
-        for server in self._copies(shard):
+        machines = self._shell.machine
+        machine = machines.machine(shard)
+        for server in [] if machine is None else machines.pairs.replicating(shard, machine):
             self._shell.peers[server].send(header, data, urgent=True)
 
     # ---- the backup's side ----
@@ -612,11 +593,6 @@ class Replication:
         answer.link.send(header, memoryview(digest), urgent=True)
 
     # ---- either ----
-
-    def _copies(self, shard: int) -> list[str]:
-        """The servers to which each update of the shard is sent."""
-        machine = self._shell.machine.machine(shard)
-        return [] if machine is None else self._shell.machine.pairs.replicating(shard, machine)
 
     def _digest_of_state(self, shard: int, server: str, version: int) -> bytes:
         peers = ("", *self._shell.peers)

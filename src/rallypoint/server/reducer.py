@@ -15,7 +15,7 @@ import torch
 from rallypoint.config import paces_by_port
 from rallypoint.core.decisions import reductions_at
 from rallypoint.core.layout import forward_ranks
-from rallypoint.core.protocol import CaughtUp, Disproved, NotStored, Say, Unrestored
+from rallypoint.core.protocol import Capture, CaughtUp, Disproved, NotStored, Say, Unrestored
 from rallypoint.core.shard import clip, server
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
@@ -31,6 +31,7 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
 from rallypoint.server.held import LEAST_BESIDE, HeldShard, ShardFactory, newest_is_enough, worked_beside
 from rallypoint.server.job import ServerJob
+from rallypoint.server.member import Handler
 from rallypoint.server.parts import (
     AuditReports,
     Fingerprints,
@@ -116,7 +117,6 @@ class ShardEffects:
         self._owned, self._tickets, self._ledger, self._tracer = parts.owned, parts.tickets, parts.ledger, parts.tracer
 
     def run(self, effects: Sequence[AnyEffect]) -> None:
-        """Run the effects in order."""
         for effect in effects:
             match effect:
                 case server.On(shard=index, effect=on):
@@ -133,7 +133,7 @@ class ShardEffects:
                 case clip.StepVerdict():
                     self._parts.decisions.decide(effect)
                 case server.TellNotFinite(verdict=verdict):
-                    self._parts.decisions.report(verdict, alone=True)
+                    self._parts.context.not_finite(verdict, alone=True)
                 case server.TellDisproved(shard=index, version=version, paired=paired):
                     self._parts.context.say(Disproved(index, version, paired))
                 case server.Own(shard=index):
@@ -199,7 +199,7 @@ class ShardEffects:
             case shard_effects.Abandon():
                 self._tickets.all_on_time(index)
                 owned.abandon()
-            case shard_effects.Choose():
+            case shard_events.Chosen():
                 parts.replication.send_choice(index, effect)
             case shard_effects.Prove(version=version):
                 parts.replication.ask(index, version)
@@ -360,12 +360,12 @@ class ShardEffects:
 # this runs on the owner's thread.
 
 _WHILE_UPDATED = frozenset({  # events that touch no tensors but by effects on a shard
-    inbox.Pushed, inbox.UpdateMade, inbox.UpdateCame, inbox.AckCame, inbox.VerdictCame, inbox.Told, inbox.WantCame,
+    inbox.Pushed, inbox.UpdateMade, inbox.UpdateCame, inbox.AckCame, clip.StepVerdict, inbox.Told, inbox.WantCame,
     inbox.PullCame, inbox.Wake,
 })  # fmt: skip
 
 
-class Reducer:
+class Reducer(Handler):
     """The shards of one server in one job. Not thread-safe: only the owner thread calls it.
 
     `put` appends an event to the inbox. `threads` is how many make updates beside the owner's; 0: none.
@@ -419,7 +419,6 @@ class Reducer:
 
     @property
     def machine(self) -> ServerMachine:
-        """The machine of all shards held here."""
         return self.shell.machine
 
     @property
@@ -428,7 +427,6 @@ class Reducer:
         return max((time.monotonic() - began for began in list(self._effects.began.values())), default=0.0)
 
     def handle(self, event: inbox.Event) -> None:
-        """Handle one event."""
         kind = type(event)
         if (self._effects.updating or self._effects.adding) and kind not in _WHILE_UPDATED:
             self._effects.settle()
@@ -437,7 +435,6 @@ class Reducer:
             self._answer_pulls()
 
     def idle_work(self) -> Callable[[], None] | None:
-        """A function to call while the inbox is empty; None if there is nothing to do."""
         if self._parts.gathering:
             return self._fold_one
         if self._effects.adding:
@@ -458,7 +455,7 @@ class Reducer:
         shell, run = self.shell, self._effects.run
 
         def gone(event: inbox.Gone) -> None:
-            self._pulls.gone(event.channel)
+            self._pulls.requests.gone(event.channel)
             run(shell.gone(event.channel, event.peer))
 
         return {
@@ -482,10 +479,10 @@ class Reducer:
             inbox.QuestionCame: lambda e: run(self._replication.asked(e)),
             inbox.AckCame: lambda e: run(shell.acked(e.peer, e.channel, e.shard, e.acked, e.number, e.digest)),
             inbox.Told: lambda e: run(shell.told(e.step, e.measures, e.number)),
-            inbox.VerdictCame: lambda e: run(shell.decided(e.verdict)),
+            clip.StepVerdict: lambda verdict: run(self.machine.decided(verdict)),
             inbox.ViewCame: self._viewed,
             inbox.AdmissionCame: self._admitted,
-            inbox.CaptureWanted: self._capture_wanted,
+            Capture: self._capture_wanted,
             inbox.Restored: self._restored,
             inbox.RestoreFailed: self._restore_failed,
             inbox.Wake: lambda e: e.done and e.done.set(),
@@ -530,7 +527,7 @@ class Reducer:
             self._parts.audits.repeat()
             self._effects.run(self.machine.report_again())
 
-    def _capture_wanted(self, event: inbox.CaptureWanted) -> None:
+    def _capture_wanted(self, event: Capture) -> None:
         if self.capture is None:
             return
         self.capture.abandon()
@@ -553,7 +550,7 @@ class Reducer:
         if self._codec_states is not None:
             self._codec_states.restored(record, self.job.shards[record.shard])
         loaded = shard_events.Loaded(record.version, record.clocks)
-        self._effects.run(self.shell.restored(record.shard, event.generation, loaded))
+        self._effects.run(self.machine.handle(record.shard, loaded))
         for recall in self._restores.loaded(record.shard):
             self._state_recalled(recall)
 
@@ -605,8 +602,8 @@ class Reducer:
         if not (self.shell.may_begin(event.channel.name) and self.shell.takes(header.shard, header.view)):
             self._give_back(event.channel, event.buffer)
             return
-        ticket = self._tickets.issue(event.channel, header, event.buffer)
-        self._effects.handle(header.shard, shard_events.Initialise(ticket, self.job.beginning.version(header.step)))
+        ticket, version = self._tickets.issue(event.channel, header, event.buffer), header.step * self.job.begins_whole
+        self._effects.handle(header.shard, shard_events.Initialise(ticket, version))
 
     def _give_back(self, channel: Channel, buffer: Buffer) -> None:
         """A payload is not used: its buffer is free, and its sender may send another one."""
@@ -615,12 +612,12 @@ class Reducer:
 
     def _followed(self, event: inbox.Followed) -> None:
         for index, version in self.shell.follow(event.channel):
-            self._followers.send(event.channel, index, version)
+            self._followers.send((event.channel,), index, version)
 
     def _fetched(self, event: inbox.Fetched) -> None:
         """Send one version again, if it is still kept. Otherwise a newer one has been sent already."""
         if self.shell.may_see(event.shard, event.version) and self._owned[event.shard].keeps(event.version):
-            self._followers.send(event.channel, event.shard, event.version, asked=True)
+            self._followers.send((event.channel,), event.shard, event.version, asked=True)
 
     def _update_came(self, event: inbox.UpdateCame) -> None:
         self._effects.updated(event.header.shard)  # its entry in the ledger is of the update before
@@ -669,13 +666,13 @@ class Reducer:
 
     def _answer_pulls(self) -> None:
         """Call it only after an event: while effects run or wait, a machine is ahead of its tensors."""
-        for index in (shard for shard in self._pulls.shards if shard not in self._effects.updating):
+        for index in (shard for shard in self._pulls.requests.shards if shard not in self._effects.updating):
             machine, owned = self.machine.machine(index), self._owned.get(index)
             if machine is None or owned is None or not machine.primary:
-                self._pulls.refuse(index)
+                self._pulls.requests.refuse(index)
                 continue
             self._pulls.answer(index, machine, owned, self.shell.fence.number)
-        self._pulls.wait = bool(self._pulls.shards)
+        self._pulls.wait = bool(self._pulls.requests.shards)
 
     def _stored_state(self, index: int, version: int, clocks: tuple[int, ...]) -> ShardRecord:
         return self._owned[index].state(version, clocks, wires=False)

@@ -38,7 +38,6 @@ class OwnedRows:
     measured = True  # these gradients count in the global norm, like all others
 
     def __init__(self, shard: Shard, table: str, config: JobConfig, pools: BufferPools, nothing: Buffer) -> None:
-        """`nothing` is an empty buffer."""
         assert shard.part is not None
         self.shard, self._part, self._nothing = shard, shard.part, nothing
         self._table, self._config, self._pools = table, config, pools
@@ -60,7 +59,6 @@ class OwnedRows:
         self._version = 0
 
     def take(self, payload: Buffer, weight: float, base: int | None = None, at: int = 0) -> None:
-        """Make a contribution the part of the sum that begins at replica `at` (on a backup: the finished gradient)."""
         self._parts[at] = RowSum(self.shard.columns)
         self._add(payload, weight, at)
 
@@ -69,12 +67,10 @@ class OwnedRows:
         self._add(payload, weight, 0)
 
     def merge(self, left: int, right: int) -> None:
-        """Add the part that begins at `right` to the one that begins at `left`, row by row."""
         other = self._parts.pop(right)
         self._parts[left].add(other.ids, other.values)
 
     def discard(self, at: int) -> None:
-        """Drop the part that begins at replica `at`."""
         del self._parts[at]
 
     def _add(self, payload: Buffer, weight: float, at: int) -> None:
@@ -83,21 +79,17 @@ class OwnedRows:
         payload.release()
 
     def mean(self, total_weight: float) -> None:
-        """Multiply the sum by 1 / `total_weight`: the weighted mean."""
         if total_weight != 1.0:
             self._parts[0].values.mul_(1.0 / total_weight)
 
     def norms(self) -> tuple[float, ...]:
-        """The 2-norm of the finished gradient."""
         return (norm_of(self._parts[0].values),)
 
     def first_not_finite(self) -> int:
-        """The first word of the part that is not finite in the finished gradient; -1 if all are."""
         at = first_not_finite(self._parts[0].values.view(-1))
         return at if at < 0 else int(self._parts[0].ids[at // self.shard.columns]) * self.shard.columns
 
     def apply(self, update: Apply) -> tuple[Buffer, int] | None:
-        """Update the rows of the finished gradient. With `replicate`, returns it, scaled, for the backup."""
         done = self._parts.pop(0, RowSum(self.shard.columns))
         if update.scale is None:
             done = RowSum(self.shard.columns)
@@ -112,11 +104,9 @@ class OwnedRows:
         return self._encoded(done) if update.replicate else None
 
     def abandon(self) -> None:
-        """Discard the sum in progress."""
         self._parts.clear()
 
     def release(self) -> None:
-        """Forget the earlier versions too."""
         self.abandon()
         self._before.clear()
 
@@ -151,7 +141,6 @@ class OwnedRows:
     encoded = raw
 
     def named(self, header: Header) -> Header:
-        """The header of a version's frame: unchanged."""
         return header
 
     def _encoded(self, gradient: RowSum) -> tuple[Buffer, int]:
@@ -173,7 +162,6 @@ class OwnedRows:
         return changed.digest()
 
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
-        """The whole state at `version`; with `wires` also the old rows. The arrays are views, not copies."""
         moments, scalars = self._optimizer.state()
         arrays = {name: tensor.view(-1) for name, tensor in {"master": self.master, **moments}.items()}
         if wires:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import cast
 
@@ -12,23 +12,19 @@ from rallypoint.core.protocol import Capture, GiveUp, Hello, Leaving, Message, R
 from rallypoint.core.shard import clip
 from rallypoint.core.shard.events import Acked
 from rallypoint.core.shard.server import ServerMachine
-from rallypoint.core.shard.shell import Key, PeerLinks
 from rallypoint.core.typed import LONGEST_NAME, printable
-from rallypoint.core.view import Member, View
+from rallypoint.core.view import Member
 from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.dialer import Calls, Dialer, dialer_over
 from rallypoint.net.frames import Kind
-from rallypoint.net.handshake import Credentials
-from rallypoint.net.transport import Transport
 from rallypoint.observe.lines import Once
-from rallypoint.observe.trace import Tracer
 from rallypoint.observe.usage import usable_cores
 from rallypoint.optim import import_for_optimizers
 from rallypoint.server import inbox
 from rallypoint.server.intake import Intake
 from rallypoint.server.job import ServerJob
-from rallypoint.server.member import ListeningMember, Receive, Views
+from rallypoint.server.member import ListeningMember, Receive, ServerLinks
 from rallypoint.server.reducer import Reducer
 from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
@@ -36,40 +32,10 @@ from rallypoint.store.writer import SnapshotWriter
 # ---- The links from this server to the other servers of its view ----
 
 
-class Peers:
-    """Each link has a dialer thread, which receives acknowledgements. The coordinator's link calls `adopt`.
+class Peers(ServerLinks):
+    """This server's: each link's thread receives acknowledgements."""
 
-    `failed` is called with a fault of our own that has ended a link.
-    """
-
-    def __init__(
-        self, links: PeerLinks, views: Views, put: Callable[[inbox.Event | None], None],
-        *, transport: Transport, credentials: Credentials, tracer: Tracer, failed: Callable[[Exception], None],
-    ) -> None:  # fmt: skip
-        self._links, self._views, self._put, self._failed = links, views, put, failed
-        self._transport, self._credentials, self._tracer = transport, credentials, tracer
-        self._dialers: dict[Key, Dialer] = {}
-
-    def adopt(self, view: View) -> None:
-        """Close the links that the view no longer needs, and open the new ones."""
-        gone, new = self._links.adopt(view)
-        for key in gone:
-            self._dialers.pop(key).close()
-        for member in new:
-            dialer = self._dialers[member.id, member.incarnation] = self._dial(member)
-            dialer.start()
-
-    def unreachable(self) -> dict[str, float]:
-        """The other servers that cannot be reached -> seconds. Any thread may call it."""
-        missed = {key[0]: dialer.unreachable() for key, dialer in list(self._dialers.items())}
-        return {server: seconds for server, seconds in missed.items() if seconds > 0}
-
-    def close(self) -> None:
-        """Close all links."""
-        for dialer in self._dialers.values():
-            dialer.close()
-
-    def _dial(self, member: Member) -> Dialer:
+    def _opened(self, member: Member) -> Dialer:
         standing: list[Channel] = []
 
         def up(channel: Channel) -> None:
@@ -144,10 +110,10 @@ class ServerService(ListeningMember):
         self._owner.put(inbox.AdmissionCame(new))
 
     def _on_other(self, message: Message) -> None:
-        if not isinstance(message, Capture):
+        if isinstance(message, Capture):
+            self._owner.put(message)
+        else:
             super()._on_other(message)
-            return
-        self._owner.put(inbox.CaptureWanted(message.snapshot, message.version))
 
     def _begin(self, job: ServerJob) -> Peers:
         about = self._link.welcome
@@ -161,8 +127,8 @@ class ServerService(ListeningMember):
         self._reducer = Reducer(self.id, job, self, self._owner.put, self._tracer, writer, about.snapshots, threads)
         self._owner.handler = self._reducer
         return Peers(
-            PeerLinks(self.id, decides=job.config.decides), self._views, self._owner.put,
-            transport=self._transport, credentials=self._link.credentials, tracer=self._tracer, failed=self.failed,
+            self._views, self._owner.put, transport=self._transport, credentials=self._link.credentials,
+            tracer=self._tracer, failed=self.failed, always=job.config.decides,  # servers exchange measures
         )  # fmt: skip
 
     # ---- called by the reducer (`ReducerContext`) ----

@@ -60,7 +60,6 @@ class GradientSum:
         self.discard(right)
 
     def discard(self, at: int) -> None:
-        """Drop the part that begins at replica `at`."""
         self._parts.pop(at).release()
 
     def add(self, payload: Buffer, weight: float) -> None:
@@ -89,7 +88,6 @@ class GradientSum:
         return self._parts.pop(0)
 
     def abandon(self) -> None:
-        """Discard the sum and release its buffers."""
         for at in list(self._parts):
             self.discard(at)
 
@@ -211,7 +209,6 @@ class WireCopies:
         return self._encoded[version]
 
     def release(self) -> None:
-        """Release every buffer."""
         for buffer in (*self._raw.values(), *(encoded for _, encoded, _ in self._encoded.values())):
             buffer.release()
         self._raw.clear()
@@ -294,11 +291,9 @@ class AveragedShard:
         self._wire.keep(version, payload, version)
 
     def take(self, payload: Buffer, weight: float, base: int | None = None, at: int = 0) -> None:
-        """Make a contribution the part of the sum that begins at replica `at`."""
         self._sum.take(payload, weight, at)
 
     def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """Add one more contribution."""
         self._sum.add(payload, weight)
 
     def apply(self, update: Apply) -> tuple[Buffer, int] | None:
@@ -317,7 +312,6 @@ class AveragedShard:
         return self._sum.leave()
 
     def release(self) -> None:
-        """Release every buffer."""
         self.abandon()
         self._wire.release()
         self._begun_at = -1
@@ -330,14 +324,12 @@ class AveragedShard:
         return version in self._wire
 
     def raw(self, version: int) -> tuple[int, Buffer, int]:
-        """A kept version, raw: codec number 0, buffer (not retained), number of bytes."""
         code, buffer, nbytes = self._wire.raw(version)
         if version == self._begun_at:
             return code, buffer, self._begun_bytes
         return code, buffer, 0 if version in self._skipped else nbytes
 
     def encoded(self, version: int) -> tuple[int, Buffer, int]:
-        """A kept version as it is sent to followers: see `raw`."""
         as_it_is = version == self._begun_at or version in self._skipped
         return self.raw(version) if as_it_is else self._wire.encoded(version)
 
@@ -354,11 +346,9 @@ class AveragedShard:
         raise AssertionError(f"shard {self.shard.index}: its state is the workers'")
 
     def digest(self, before: bytes) -> bytes:
-        """AssertionError: there are no backups."""
         raise AssertionError(f"shard {self.shard.index}: it has no backup")
 
     def load(self, record: ShardRecord) -> None:
-        """Begin with the record of a snapshot."""
         self.release()
         data = encode_record(record, "none")
         buffer = BufferPool(-(-len(data) // 4), keeps=False).take()
@@ -431,7 +421,6 @@ class OwnedShard:
 
     @property
     def loss_scale(self) -> float:
-        """What the losses of the step in progress are multiplied by, if this shard has it; else 0."""
         return 0.0 if self._scale is None else self._scale.keep()[0]
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
@@ -442,13 +431,11 @@ class OwnedShard:
             self._average.begin()
 
     def take(self, payload: Buffer, weight: float, base: int | None = None, at: int = 0) -> None:
-        """Make a contribution the part of the sum that begins at replica `at`. `base`: see `compensate`."""
         if base is not None:
             self.compensate(payload, base)
         self._sum.take(payload, weight, at)
 
     def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """Add a contribution. `base`: see `compensate`."""
         if base is not None:
             self.compensate(payload, base)
         self._sum.add(payload, weight)
@@ -501,7 +488,6 @@ class OwnedShard:
         return (finished, self.shard.nbytes) if update.replicate else None
 
     def release(self) -> None:
-        """Release every buffer."""
         self.abandon()
         self._wire.release()
 
@@ -510,7 +496,6 @@ class OwnedShard:
         return version in self._wire
 
     def named(self, header: Header) -> Header:
-        """The header of a version's frame: unchanged."""
         return header
 
     # ---- the whole state, for a backup or a snapshot ----
@@ -598,7 +583,6 @@ class StreamedShard(OwnedShard):
     """Like OwnedShard; what it sends to followers is empty."""
 
     def __init__(self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch, nothing: Buffer) -> None:
-        """`nothing` is an empty buffer."""
         super().__init__(shard, config, pool, scratch)
         self._nothing = nothing
         self.raw = self.encoded = self._empty
@@ -641,27 +625,20 @@ class PiecesSum:
         if weight != 1.0:
             self.values.mul_(weight)
 
-    def add(self, payload: Buffer, weight: float) -> None:
+    def add(self, *_: object) -> None:
         """AssertionError: there is one contribution. So do `merge` and `discard`."""
         raise AssertionError(f"shard {self._shard}: all replicas contribute at once")
 
-    def merge(self, left: int, right: int) -> None:
-        raise AssertionError(f"shard {self._shard}: all replicas contribute at once")
-
-    def discard(self, at: int) -> None:
-        raise AssertionError(f"shard {self._shard}: all replicas contribute at once")
+    merge = discard = add
 
     def mean(self, total_weight: float) -> None:
-        """Multiply the sum by 1 / `total_weight`."""
         if total_weight != 1.0:
             self.values.mul_(1.0 / total_weight)
 
     def norms(self) -> tuple[float, ...]:
-        """As `GradientSum.norms`."""
         return norms_of(self.values.flat())
 
     def first_not_finite(self) -> int:
-        """The first word that is not finite; -1 if all are."""
         at = 0
         for part in () if self.values.finite else self.values.parts:
             if (found := first_not_finite(part)) >= 0:
@@ -670,12 +647,10 @@ class PiecesSum:
         return -1
 
     def leave(self) -> Pieces:
-        """Return the finished gradient."""
         values, self.values = self.values, Pieces(())
         return values
 
     def abandon(self) -> None:
-        """Discard the sum."""
         self.values = Pieces(())
 
 
@@ -689,7 +664,6 @@ class InPlaceShard:
     loss_scale = 0.0
 
     def __init__(self, shard: Shard, config: JobConfig, model: InPlace, nothing: Buffer) -> None:
-        """`nothing` is an empty buffer."""
         self.shard, self._model, self._nothing = shard, model, nothing
         self._words = model.parameters[shard.index]
         self._optimizer = ShardOptimizer(config, shard.group, shard.words, pieces=self._words)
@@ -706,11 +680,9 @@ class InPlaceShard:
         self._version = version
 
     def take(self, payload: Buffer, weight: float, base: int | None = None, at: int = 0) -> None:
-        """Make the model's gradient the sum."""
         self._sum.take(payload, weight)
 
     def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """AssertionError: there is one contribution."""
         self._sum.add(payload, weight)
 
     def apply(self, update: Apply) -> tuple[Buffer, int] | None:
@@ -730,7 +702,6 @@ class InPlaceShard:
         self._optimizer.apply(gradient, update.step, update.rate, update.reductions)
 
     def release(self) -> None:
-        """The shard is not held any more."""
         self.abandon()
         self._model.updates.pop(self.shard.index, None)
         self._version = -1
@@ -746,15 +717,12 @@ class InPlaceShard:
     encoded = raw
 
     def named(self, header: Header) -> Header:
-        """The header of a version's frame: unchanged."""
         return header
 
     def digest(self, before: bytes) -> bytes:
-        """AssertionError: there are no backups."""
         raise AssertionError(f"shard {self.shard.index}: it has no backup")
 
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
-        """The whole state: see `OwnedShard.state`."""
         moments, scalars = self._optimizer.state()
         arrays = {"master": self._words.flat(), **moments}
         return ShardRecord(self.shard.index, version, {n: a.numpy() for n, a in arrays.items()}, scalars, tuple(clocks))

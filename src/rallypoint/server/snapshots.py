@@ -45,7 +45,6 @@ class StateRelay:
         self.records: dict[int, ShardRecord] = {}  # for a snapshot, complete except for codec states
 
     def adopt(self, view: View) -> None:
-        """Adopt a new view."""
         if self._generation != view.generation:
             self._copies.clear()
         self._generation = view.generation
@@ -188,14 +187,12 @@ class SnapshotCapture:
         self._to_copy.pop(shard, None)
 
     def abandon(self) -> None:
-        """Stop the snapshot."""
         self._to_copy.clear()
         if self._codec_states is not None:
             self._codec_states.abandon()
         self._writer.abandon()
 
     def close(self) -> None:
-        """Take no more snapshots."""
         self._writer.close()
 
     def _copy(self, shard: int) -> None:
@@ -242,7 +239,6 @@ class _Reading:
 
     @property
     def thread(self) -> tuple[threading.Thread, str]:
-        """The thread, and what it does."""
         return self._thread, self._doing
 
     @property

@@ -298,7 +298,6 @@ class Content:
 
     @property
     def steps(self) -> int:
-        """Steps of training in the model."""
         return self.manifest.job.steps_at(self.manifest.version)
 
 

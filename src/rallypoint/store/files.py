@@ -104,7 +104,6 @@ class Files:
         return bytes(self._fs.cat_file(full, start=start, end=stop))
 
     def size(self, path: str) -> int:
-        """Return a file's size in bytes."""
         return int(self._fs.info(self._full(path))["size"])
 
     def names(self, folder: str = "") -> list[str]:
@@ -210,7 +209,6 @@ class DirectFile:
         os.close(self._descriptor)
 
     def write(self, chunk: bytes | memoryview) -> None:
-        """Append `chunk` to the file."""
         rest = memoryview(chunk).cast("B")
         while len(rest):
             taken = min(len(rest), len(self._buffer) - self._filled)

@@ -61,7 +61,6 @@ class ShardRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
         return sum(array.nbytes for array in (*self.arrays.values(), *self.codec_states.values()))
 
 

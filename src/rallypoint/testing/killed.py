@@ -155,7 +155,6 @@ class _Cluster:
             life.close()
 
     def close(self) -> None:
-        """End the cluster."""
         for server in self._servers:
             server.close()
         self._coordinator.close()

@@ -76,7 +76,6 @@ class ProcessCluster:
             started.pipe.close()
 
     def run(self, train: TrainFunction, *args: Any) -> list[Any]:
-        """Train on the whole cluster; see the class."""
         terms = self.terms or Terms(
             workers_start=self.workers, workers_max=self.workers, servers=self.servers, heartbeat=_PATIENT_S
         )

@@ -242,6 +242,5 @@ def plain_optimizer(spec: Optimizer, param_groups: list[dict[str, Any]]) -> torc
 
 @torch.no_grad()
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each of `sources` into its target."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)

@@ -12,7 +12,7 @@ import torch
 
 from rallypoint.codec.base import encode_gradient, encode_ids
 from rallypoint.config import Group, JobConfig, Network, group_of, of_group, resolve
-from rallypoint.core.keys import NEWEST, Effect, holder
+from rallypoint.core.keys import LAST, NEWEST, Effect
 from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, Sync
@@ -695,7 +695,7 @@ class KeyStore:
             )  # fmt: skip
 
     def _before(self, name: str, contributor: int) -> str:
-        worker = holder(self._exchange.view, contributor)
+        worker = self._exchange.view.owner(LAST, contributor)
         whose = "" if worker in ("", self._exchange.me) else f", which is {worker}'s"
         return f"the push before this one to key {name} (contributor {contributor}{whose})"
 

@@ -18,10 +18,10 @@ import msgspec
 
 from rallypoint.core.audits import Audits, computing
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Announce, Effect, Refuse
+from rallypoint.core.cluster.effects import Abort, Effect, Refuse
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.succession import Succession
-from rallypoint.core.protocol import AuditFound
+from rallypoint.core.protocol import AuditFound, Say
 from rallypoint.core.shard.audited import MOST
 from rallypoint.core.typed import named
 from rallypoint.core.view import Dispute, Member, View
@@ -82,7 +82,7 @@ class Auditing:
         # Workers send nothing to a step before the one before it is decided
         steps = sorted({step for step, _ in disputes})[:_STEPS]
         self.course.views.order(disputes=tuple(d for d in disputes.values() if d.step in steps))
-        said: list[Effect] = [Announce(f"audit: {_named(found.others, view)} have computed different bytes for {name}")]
+        said: list[Effect] = [Say(f"audit: {_named(found.others, view)} have computed different bytes for {name}")]
         said = said if self._is_new("dispute", found.step, found.replica, heard) else []
         return [*said, *self.advance()]  # now: a view without a third worker would say that nobody can decide
 
@@ -105,13 +105,13 @@ class Auditing:
     def _third(self, dispute: Dispute, third: str, view: View) -> list[Effect]:
         name = f"step {dispute.step}, replica {dispute.replica}"
         if third:
-            return [Announce(f"audit: {_named([third], view)} computes {name} too, and decides")]
+            return [Say(f"audit: {_named([third], view)} computes {name} too, and decides")]
         if self._others_decide(dispute, view):
             return []
         nobody = f"audit: nobody but {_named(dispute.heard, view)} computes, so nobody can decide {name}"
         if self._action == "tell":
             new = self._is_new("nobody", dispute.step, dispute.replica)
-            return [Announce(f'{nobody}: its owner\'s contribution is used (audit_action="tell")')] if new else []
+            return [Say(f'{nobody}: its owner\'s contribution is used (audit_action="tell")')] if new else []
         return self.course.end(Abort(
             f"{nobody}, and audit_action={self._action!r} applies nothing that is in doubt: use three workers or more, "
             "and compare these two with `rallypoint doctor`"
@@ -135,7 +135,7 @@ class Auditing:
             )
             if self._action == "stop":
                 return [*said, *self.course.end(Abort(f'{why} (audit_action="stop")'))]
-            said.append(Announce(why))
+            said.append(Say(why))
             if self._action == "drain" and loser in self.course.members.workers:
                 gone = "it has computed other bytes than two others: look at its machine before it takes part again"
                 self.course.members.apart.add(loser)  # it stands by, if it comes back
@@ -152,7 +152,7 @@ class Auditing:
         if able[0] == self._alone:
             return []
         self._alone = able[0]
-        return [Announce(f"audit: only {_named(able, view)} computes, so nobody can audit it")]
+        return [Say(f"audit: only {_named(able, view)} computes, so nobody can audit it")]
 
     @property
     def _audits(self) -> Audits | None:
@@ -186,7 +186,7 @@ def probed(worker: str, kernels: bytes, course: Course) -> list[Effect]:
     if not kernels:
         return []  # a job without audits
     sentence = unlike(workers[worker], [workers[id] for id in course.members.proposed if id in workers])
-    return [Announce(sentence)] if sentence else []
+    return [Say(sentence)] if sentence else []
 
 
 def unlike(newcomer: Member, others: Iterable[Member]) -> str:

@@ -13,13 +13,14 @@ import msgspec
 
 from rallypoint.core import protocol
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Announce, Effect, FinishJob, Note
+from rallypoint.core.cluster.effects import Abort, Effect, FinishJob, Note
 from rallypoint.core.cluster.evaluations import awaits_evaluation, lost_evaluations
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.modes import Feature
 from rallypoint.core.order import stream_unread
+from rallypoint.core.protocol import Say
 from rallypoint.core.view import EarlyEnd, ViewNumber
 
 
@@ -62,25 +63,23 @@ class Completion:
         at = course.record.steps_at(version)
         # (Where scripts have sums, each says that it has ended, and there are no steps)
         shown = said.left < 0 and Feature.SUMS not in course.record.features
-        news = [Announce(f"the job ends with step {at}: {why} ({who})")] if shown else []
+        news = [Say(f"the job ends with step {at}: {why} ({who})")] if shown else []
         return [*news, *self._ends_with(EarlyEnd(version, why, who))]
 
     def decided(self, stop: EarlyEnd) -> list[Effect]:
         """An evaluation has decided that the job ends early."""
-        assert self.course.record is not None
-        at = self.course.record.steps_at(stop.version)
-        return [Announce(f"the job ends with step {at}: {stop.reason}"), *self._ends_with(stop)]
+        at = self.course.job.steps_at(stop.version)
+        return [Say(f"the job ends with step {at}: {stop.reason}"), *self._ends_with(stop)]
 
     def _deserted(self) -> list[Effect]:
         """All workers have left their loops before the last version: end with the one that they have, if they can."""
         course, stop = self.course, self.course.views.orders.stop
         if stop is None:
             return []
-        assert course.record is not None
         left = [course.members.left.get(worker, course.last) for worker in course.members.present]
         if not left or max(left) >= course.last:
             return []
-        if (version := max(left)) >= course.known and Feature.DOWN not in course.record.features:
+        if (version := max(left)) >= course.known and Feature.DOWN not in course.job.features:
             return self._ends_with(msgspec.structs.replace(stop, version=version))
         return course.end(Abort(
             f"{stop.reason} ({stop.worker}), and so have all other workers, in the middle of a step or before the job "
@@ -98,12 +97,10 @@ class Completion:
         """The version, or a later one if later ones are known to exist. The last is sent as it is, so with a lossy
         `down` it must be one that is yet to be made."""
         course = self.course
-        assert course.record is not None
-        return version if course.known <= version else course.known + (Feature.DOWN in course.record.features)
+        return version if course.known <= version else course.known + (Feature.DOWN in course.job.features)
 
     def _ends_with(self, stop: EarlyEnd) -> list[Effect]:
         course = self.course
-        assert course.record is not None
         before, taking = course.views.orders.stop, self.snapshots.taking
         course.views.order(stop=stop)
         course.members.done.clear()
@@ -141,7 +138,7 @@ class Completion:
         able = able - members.awaited or able  # who is away hears of it later, or not at all
         stop, at = course.views.orders.stop, course.record.steps_at(course.last)
         lead = lead if lead in able else min(able)
-        effects += [Announce(text) for text in (course.tuning.unfinished(course.record), self._unread()) if text]
+        effects += [Say(text) for text in (course.tuning.unfinished(course.record), self._unread()) if text]
         return [*effects, *course.end(FinishJob(lead) if stop is None else FinishJob(lead, at, stop.reason))]
 
     def _unread(self) -> str:
@@ -153,13 +150,11 @@ class Completion:
 
     def _is_the_last(self, generation: ViewNumber, version: int) -> bool:
         course = self.course
-        assert course.record is not None
-        version = course.record.rounds if version < 0 else version
+        version = course.job.rounds if version < 0 else version
         return course.is_current(generation) and version == course.last
 
     def _can_be(self, said: set[str]) -> bool:
         course = self.course
-        assert course.record is not None
         assert course.view is not None
         last, computing = course.last - 1, course.computing()
         if max(course.furthest, course.applied) >= last:
@@ -171,7 +166,6 @@ class Completion:
 
     def _believe(self, workers: set[str]) -> list[Effect]:
         course = self.course
-        assert course.record is not None
         assert course.view is not None
         course.members.done |= workers
         for worker in sorted(workers):

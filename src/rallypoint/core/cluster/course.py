@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,9 +9,8 @@ import msgspec
 from rallypoint.core.cluster.effects import Abort, Effect, FinishJob, Refuse
 from rallypoint.core.cluster.evaluations import EvaluationLedger
 from rallypoint.core.cluster.membership import Membership
-from rallypoint.core.cluster.recovery import Recovery, ServersHoldState, WorkersHoldState
+from rallypoint.core.cluster.recovery import ServersHoldState, WorkersHoldState
 from rallypoint.core.cluster.state import ClusterState, Failing, Origin, Phase
-from rallypoint.core.cluster.storing.snapshot_duty import CAPTURE_AHEAD, VersionRule, a_little_ahead, slowest_clock
 from rallypoint.core.cluster.terms import SnapshotPeriod, Terms, copies_of
 from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.decisions import Rules
@@ -27,14 +25,6 @@ from rallypoint.core.view import View, ViewNumber, holds
 
 # ---- Chooses the strategies of a job from its mode. No other file of `core/cluster` reads the mode's description ----
 
-_RECOVERY: dict[StateHolder, Callable[[], Recovery]] = {
-    StateHolder.SERVERS: ServersHoldState,
-    StateHolder.WORKERS: WorkersHoldState,
-}
-_SNAPSHOTS: dict[Pace, tuple[VersionRule, int]] = {
-    Pace.ROUNDS: (a_little_ahead, CAPTURE_AHEAD),
-    Pace.OWN: (slowest_clock, 0),
-}
 
 
 @dataclass(slots=True)
@@ -53,11 +43,9 @@ class Strategies:
         in_rounds: servers report each round, once.
         anybody_begins: any worker may upload first values, so nothing is half done if one of them dies.
         rules: by which evaluations decide, as the record has them.
-        snapshot_version: the rule for the version of the next snapshot.
-        snapshot_lead: ask for a snapshot so many steps before its version.
     """
 
-    recovery: Recovery = field(default_factory=ServersHoldState)
+    recovery: ServersHoldState = field(default_factory=ServersHoldState)
     by_speed: bool = True
     backup_tasks: bool = False
     aggregates: bool = True
@@ -68,18 +56,15 @@ class Strategies:
     in_rounds: bool = True
     anybody_begins: bool = False
     rules: Rules = field(default_factory=Rules)
-    snapshot_version: VersionRule = a_little_ahead
-    snapshot_lead: int = CAPTURE_AHEAD
 
 
 def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
     """The strategies of a job with this record."""
-    snapshot_version, snapshot_lead = _SNAPSHOTS[record.mode.pace]
     pinned, in_rounds = Feature.OWN_LOOP in record.features, record.mode.pace is Pace.ROUNDS
     steps = in_rounds and not {Feature.SUMS, Feature.KEYED} & set(record.features)
     stay = {Feature.OWN_LOOP, Feature.KEYED, Feature.AUDIT} & set(record.features)  # one worker alone cannot be audited
     return Strategies(
-        recovery=_RECOVERY[record.mode.holder](),
+        recovery=WorkersHoldState() if record.mode.holder is StateHolder.WORKERS else ServersHoldState(),
         by_speed=not stay and not record.mode.leaves_state,
         backup_tasks=terms.backup_tasks and record.supports(Feature.BACKUP_TASKS),
         hands_over=steps and not pinned,
@@ -90,8 +75,6 @@ def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
         in_rounds=in_rounds,
         anybody_begins=Feature.KEYED in record.features,
         rules=record.rules,
-        snapshot_version=snapshot_version,
-        snapshot_lead=snapshot_lead,
     )
 
 
@@ -211,7 +194,6 @@ class Course:
 
     @property
     def snapshot_period(self) -> SnapshotPeriod:
-        """How often snapshots are taken."""
         told = SnapshotPeriod(self.terms.snapshot_steps, self.terms.snapshot_seconds)
         chosen = SnapshotPeriod(seconds=self.tuned_period.seconds)
         return chosen if tunes_period(self) and chosen.seconds else told
@@ -288,7 +270,7 @@ class Course:
         return None if self.rules.best is None else (best, decided.version)
 
     @property
-    def recovery(self) -> Recovery:
+    def recovery(self) -> ServersHoldState:
         """The strategy of this job for lost state."""
         return self.strategies.recovery
 
@@ -298,10 +280,15 @@ class Course:
         return self.views.view
 
     @property
-    def replicas(self) -> int:
-        """R, the number of replicas. Call it only when the record is known."""
+    def job(self) -> JobRecord:
+        """The record. Call it, and `replicas`, only when it is known."""
         assert self.record is not None
-        return int(self.record.config["replicas"])
+        return self.record
+
+    @property
+    def replicas(self) -> int:
+        """R, the number of replicas."""
+        return int(self.job.config["replicas"])
 
     @property
     def storing_first_weights(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rallypoint.core.job import JobRecord
+from rallypoint.core.protocol import Capture, Held, Message, Say, SnapshotEvery
 from rallypoint.core.view import View
 
 
@@ -20,10 +20,12 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Dismiss:
-    """Tell a server that was asked to leave that it may end: no shard needs it any more."""
+class Send:
+    """Send a message to this member: the job's record, a straggler's replica, or that a server may go as it was told.
+    """
 
-    server: str
+    member: str
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,37 +37,11 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
-class SendRecord:
-    """Send this server or aggregator the job's record; views follow."""
-
-    member: str
-    record: JobRecord
-
-
-@dataclass(frozen=True, slots=True)
 class PublishView:
     """Send the view to these members."""
 
     view: View
     members: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AskBackupTask:
-    """Ask an idle worker to compute a straggler's replica too."""
-
-    worker: str
-    step: int
-    replica: int
-
-
-@dataclass(frozen=True, slots=True)
-class TakeSnapshot:
-    """Ask `writers` for a snapshot: servers for the shards that each holds, workers (AllReduce) for a share each."""
-
-    snapshot: str
-    version: int
-    writers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,29 +58,8 @@ class FindSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
-    """Tell the observers a sentence."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class PeriodTuned:
-    """Tell the observers that a snapshot is due every so many `seconds` from now on."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Note:
     """Write a sentence into the event log only."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TellHeld:
-    """Tell the observers that members hold the newest version, which is not stored yet, and why."""
 
     text: str
 
@@ -127,6 +82,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 Effect = (
-    Refuse | Dismiss | Admit | SendRecord | PublishView | AskBackupTask | TakeSnapshot | Commit | FindSnapshot
-    | Announce | PeriodTuned | Note | TellHeld | FinishJob | Abort
+    Refuse | Send | Admit | PublishView | Capture | Commit | FindSnapshot | Note | FinishJob | Abort
+    | Say | Held | SnapshotEvery
 )  # fmt: skip
+# (`Capture` goes to its writers, the other messages to all observers)

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rallypoint.core.cluster.effects import Abort, Announce, Effect, Note, Refuse
+from rallypoint.core.cluster.effects import Abort, Effect, Note, Refuse
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.decisions import Decided, Rules, StopWhen, is_due
 from rallypoint.core.modes import Feature
-from rallypoint.core.protocol import Evaluated, Evaluates
+from rallypoint.core.protocol import Evaluated, Evaluates, Say
 from rallypoint.core.view import Lease, View
 
 if TYPE_CHECKING:
@@ -284,10 +284,9 @@ def _evaluation_of(record: JobRecord, lease: Lease) -> str:
 
 def lost_evaluations(course: Course) -> list[Effect]:
     """Say which evaluations have no result, at the job's end."""
-    assert course.record is not None
     lost = sorted(version for version, figures in course.evaluations.results.items() if figures is None)
-    steps = ", ".join(str(course.record.steps_at(version)) for version in lost)
-    return [Announce(f"without an evaluation: step {steps}; whoever had that version was lost")] if lost else []
+    steps = ", ".join(str(course.job.steps_at(version)) for version in lost)
+    return [Say(f"without an evaluation: step {steps}; whoever had that version was lost")] if lost else []
 
 
 # ---- what workers say ----------------------------------------------------------------------------------------------
@@ -354,7 +353,7 @@ class Decisions:
         return self._refuse(worker, why, left)
 
     def _refuse(self, worker: str, why: str, left: Callable[[str, str], list[Effect]]) -> list[Effect]:
-        said = [Announce(f"refused: {worker}: {why}")] if self.course.phase is Phase.GATHERING else []
+        said = [Say(f"refused: {worker}: {why}")] if self.course.phase is Phase.GATHERING else []
         return [Refuse(worker, why, final=True), *said, *left(worker, f"refused: {why}")]
 
     def advance(self) -> list[Effect]:
@@ -383,7 +382,7 @@ class Decisions:
         effects: list[Effect] = []
         reduced = len(ledger.decided.reductions) > len(before.reductions)
         if reduced and following is not None and following <= course.last:
-            effects.append(Announce(f"the learning rate is reduced from step {record.steps_at(following)} on"))
+            effects.append(Say(f"the learning rate is reduced from step {record.steps_at(following)} on"))
         stop = ledger.decided.stop
         if stop is not None and stop.version < course.last:
             effects += self.completion.decided(stop)
@@ -397,4 +396,4 @@ class Decisions:
             return []
         self._told = best.version
         step = record.steps_at(best.version)
-        return [Announce(f"step {step} is the best so far: {rule.metric} {best.value:.6g}; its snapshot is kept")]
+        return [Say(f"step {step} is the best so far: {rule.metric} {best.value:.6g}; its snapshot is kept")]

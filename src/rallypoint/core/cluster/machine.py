@@ -22,7 +22,7 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.auditing import Auditing, probed
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course, check_course, uploads
-from rallypoint.core.cluster.effects import Abort, Admit, Announce, Effect, FinishJob, PublishView, Refuse, SendRecord
+from rallypoint.core.cluster.effects import Abort, Admit, Effect, FinishJob, PublishView, Refuse, Send
 from rallypoint.core.cluster.evaluations import Decisions
 from rallypoint.core.cluster.operator import follow, waiting_for
 from rallypoint.core.cluster.reach import Reach, Silence, disagrees, disproved, set_apart, take_beat
@@ -47,8 +47,10 @@ from rallypoint.core.protocol import (
     GiveUp,
     Leaving,
     Message,
+    Prepare,
     Propose,
     Reached,
+    Say,
     Stop,
     Unrestored,
 )
@@ -139,7 +141,6 @@ class ClusterMachine:
 
     @property
     def phase(self) -> Phase:
-        """The phase of the job."""
         return self.course.phase
 
     @property
@@ -149,12 +150,10 @@ class ClusterMachine:
 
     @property
     def view(self) -> View | None:
-        """The view in force; None before the first."""
         return self.course.view
 
     @property
     def last_word(self) -> FinishJob | Abort | None:
-        """How the job ended; None while it goes on."""
         return self.course.last_word
 
     @property
@@ -235,7 +234,6 @@ class ClusterMachine:
         return []
 
     def _told(self, member: str, message: Message) -> list[Effect]:
-        """A member's message."""
         course = self.course
         match message:
             case Applied(step=step, generation=generation):
@@ -278,7 +276,7 @@ class ClusterMachine:
         course.recovery.gone(member.id)  # the state that a process of this id had is gone with that process
         effects.append(Admit(member.id, members.join(member, role, event.process)))
         if role != "worker" and course.record is not None and course.phase is not Phase.GATHERING:
-            effects.append(SendRecord(member.id, course.record))
+            effects.append(Send(member.id, Prepare(course.record)))
         effects += course.dismiss_aggregators()
         if course.phase is Phase.GATHERING:
             return [*effects, *self._begin_when_gathered()]
@@ -298,7 +296,7 @@ class ClusterMachine:
         effects: list[Effect] = [Admit(member.id, member.incarnation)]
         proposes = course.phase is Phase.GATHERING or member.id in course.members.workers
         if course.record is not None and not proposes:
-            effects.append(SendRecord(member.id, course.record))
+            effects.append(Send(member.id, Prepare(course.record)))
         if self.view is not None and course.phase is not Phase.GATHERING:  # else the next view begins the job anew
             effects.append(PublishView(self.view, (member.id,)))
             effects += self._succession.advance()  # while it was away, nothing moved
@@ -326,11 +324,10 @@ class ClusterMachine:
         course, members = self.course, self.course.members
         if len(members.servers) < course.servers_to_begin or len(members.proposed) < course.workers_to_begin:
             return []
-        assert course.record is not None
         refused, begins = course.dismiss_aggregators(), self._succession.begin()
         if course.phase is Phase.GATHERING:
             return [*refused, *begins]  # all who could begin are leaving: nobody is sent the record, it may be dropped
-        prepare = [SendRecord(member, course.record) for member in (*members.servers, *members.aggregators)]
+        prepare = [Send(member, Prepare(course.job)) for member in (*members.servers, *members.aggregators)]
         return [*refused, *prepare, *begins]
 
     def _left(self, member: str, reason: str) -> list[Effect]:
@@ -348,7 +345,7 @@ class ClusterMachine:
             if not members.proposed and course.origin is None and not course.views.begun:
                 course.describe(None)  # nobody was sent it; servers keep a record that they have
             return []
-        said = Announce(f"{member} {'has left' if polite else 'is gone'}: {reason}")
+        said = Say(f"{member} {'has left' if polite else 'is gone'}: {reason}")
         if course.phase is Phase.RECOVERING:
             return [said]
         if was_worker and uploads(course, member):
@@ -400,7 +397,7 @@ class ClusterMachine:
         if ends := self._ending.again():
             return ends
         found = self._silence.look(course.members, now, replaced)
-        effects: list[Effect] = [Announce(found.said)] if found.said else []
+        effects: list[Effect] = [Say(found.said)] if found.said else []
         for member, why in found.given_up:
             if course.phase is Phase.OVER:
                 break  # the job ended with the loss of the member before

@@ -80,7 +80,6 @@ class Membership:
         return id in self._of(role)
 
     def role_of(self, id: str) -> str:
-        """The member's role."""
         return "server" if id in self.servers else "aggregator" if id in self.aggregators else "worker"
 
     def unlinked(self, id: str, reset: str = "") -> None:

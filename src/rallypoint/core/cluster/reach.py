@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Announce, Effect, Refuse
+from rallypoint.core.cluster.effects import Abort, Effect, Refuse
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.terms import LIVING_S
 from rallypoint.core.placing.view_change import surviving_primaries
-from rallypoint.core.protocol import Beat, Disproved
+from rallypoint.core.protocol import Beat, Disproved, Say
 
 STALLED = 3.0  # heartbeats without progress
 MISSED = 1.5  # heartbeats for which a peer could not be reached: a link that comes back sooner is no reason
@@ -69,7 +69,6 @@ class Reach:
     # ---- what is heard ----
 
     def beat(self, member: str, beat: Beat) -> None:
-        """Take a member's beat."""
         before, now = self._beats.get(member), self.course.now
         if before is None or before.activity != beat.activity or beat.waited > 0:
             self._moved[member] = now
@@ -371,10 +370,10 @@ def set_apart(reach: Reach, course: Course, left: Callable[[str, str], list[Effe
             effects.append(Refuse(case.member, f"given up: {case.why}"))
             effects += left(case.member, case.why)
         else:
-            effects.append(Announce(f"{case.member} is to hold no shards for now: {case.why}"))
+            effects.append(Say(f"{case.member} is to hold no shards for now: {case.why}"))
     returned = reach.sound()
     course.members.apart.difference_update(returned)
-    return effects + [Announce(f"{id} takes part again") for id in returned if id in course.members]
+    return effects + [Say(f"{id} takes part again") for id in returned if id in course.members]
 
 
 def disproved(server: str, said: Disproved, course: Course, left: Callable[[str, str], list[Effect]]) -> list[Effect]:
@@ -405,7 +404,7 @@ def disagrees(worker: str, why: str, course: Course, left: Callable[[str, str], 
     sentence = f"{worker} on {host} brought {why} ({worker} is here, {other} is there)"
     if course.phase is Phase.GATHERING:
         return course.end(Abort(sentence))
-    said: list[Effect] = [Refuse(worker, sentence, final=True), Announce(f"refused: {sentence}")]
+    said: list[Effect] = [Refuse(worker, sentence, final=True), Say(f"refused: {sentence}")]
     if worker in members.proposed:  # it takes part, and has proposed the job's record before
         return [*said, *left(worker, "it has proposed another job")]
     members.remove(worker)  # a worker that joins late must not end a job that runs without it

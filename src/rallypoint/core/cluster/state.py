@@ -86,7 +86,6 @@ class Resumed(msgspec.Struct, frozen=True):
 
     @property
     def origin(self) -> Origin:
-        """The snapshot."""
         return Origin(self.snapshot, self.version, self.stop, self.decided)
 
 

@@ -6,25 +6,16 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import (
-    Abort,
-    Announce,
-    AskBackupTask,
-    Dismiss,
-    Effect,
-    FindSnapshot,
-    Note,
-    PublishView,
-)
+from rallypoint.core.cluster.effects import Abort, Effect, FindSnapshot, Note, PublishView, Send
 from rallypoint.core.cluster.evaluations import lease_noted, rolled_back, wanted_lease
-from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
+from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker
 from rallypoint.core.cluster.state import NO_SERVER, Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.placing.assigner import Assigner
 from rallypoint.core.placing.links import said_of
 from rallypoint.core.placing.pinned import pinned_assignments, pins_after
 from rallypoint.core.placing.view_change import says_nothing_new
-from rallypoint.core.protocol import CaughtUp, Reached, Unrestored
+from rallypoint.core.protocol import Assist, CaughtUp, Finished, Reached, Say, Unrestored
 from rallypoint.core.view import Assignment, View, holds
 
 # What follows for the next view from what workers say of the versions that they hold: see `placing.handover`.
@@ -213,10 +204,10 @@ class Succession:
         found = self.assigner.straggler(assigned, course.furthest, ready(course)[0], course.now)
         if found is None:
             return []
-        worker, _, replica = found
-        view = course.views.with_backup_task(worker, replica)  # servers have to know of it before it contributes
+        worker, *at = found
+        view = course.views.with_backup_task(worker, at[1])  # servers have to know of it before it contributes
         published = [] if view is None else self._publish(view, abandon=False)
-        return [*published, AskBackupTask(*found)]
+        return [*published, Send(worker, Assist(*at))]
 
     def _place_if_uneven(self) -> list[Effect]:
         course, members = self.course, self.course.members
@@ -232,7 +223,7 @@ class Succession:
         if speeds is None:
             return []
         course.views.speeds = speeds
-        return [Announce(said_of(speeds)), *self.advance()]
+        return [Say(said_of(speeds)), *self.advance()]
 
     def _place_by_uplinks(self) -> list[Effect]:
         course, members, views = self.course, self.course.members, self.course.views
@@ -245,7 +236,7 @@ class Succession:
         if course.view.incoming:
             return []
         why = views.uplinks.look(views.situation(members, course.view.assignments), course.now)
-        return [Announce(why), *self.advance()] if why else []
+        return [Say(why), *self.advance()] if why else []
 
     def _hand_over(self) -> list[Effect]:
         waits = self.course.view is not None and self.course.view.orders.handover is not None
@@ -259,7 +250,7 @@ class Succession:
         if decided is None:
             return []
         course.views.order(tuned=dict(decided.values))
-        return [*([Announce(decided.said)] if decided.said else []), *self.advance()]
+        return [*([Say(decided.said)] if decided.said else []), *self.advance()]
 
     # ---- new generations ----
 
@@ -276,14 +267,14 @@ class Succession:
         self.snapshots.duty.abandon()
         course.phase = Phase.RECOVERING
         alone = course.terms.by_hand and before is Phase.RUNNING and not course.members.servers
-        more = [Announce(f"waiting for {NO_SERVER}")] if alone else []
+        more = [Say(f"waiting for {NO_SERVER}")] if alone else []
         match course.recovery.plan(course.members, course.active(), computing):
-            case Wait():
+            case None:
                 return [*more]
             case FromSnapshot(lost=lost):
                 if before is Phase.RUNNING:
                     course.tuned_period.went_back()
-                return [*([Announce(why or lost)] if before is Phase.RUNNING else []), *more, FindSnapshot()]
+                return [*([Say(why or lost)] if before is Phase.RUNNING else []), *more, FindSnapshot()]
             case FromWorker(uploader=uploader, version=version):
                 course.phase, course.furthest = Phase.RUNNING, version - 1
                 return self.new_generation("", uploader=uploader, ending=ending)
@@ -292,7 +283,7 @@ class Succession:
         """A member acted on a view that nobody knew when this coordinator took over: begin a new generation."""
         if self.course.phase is not Phase.RUNNING:
             return []
-        said = Announce(
+        said = Say(
             f"{event.member} comes back with view {event.number}, which the journal had no room for and no other "
             "member knew: what the servers hold is not certain"
         )
@@ -327,7 +318,7 @@ class Succession:
             # Only that server sees the damage; or there are later ones, of another course than the one resumed
             return course.end(Abort(why))
         course.phase, self._damaged = Phase.RUNNING, _UNDAMAGED
-        said = Announce(
+        said = Say(
             f"going on from snapshot {event.snapshot}: version {event.version}{_lost(course, event.version)}"
         )
         course.furthest = event.version - 1
@@ -354,7 +345,6 @@ class Succession:
         active worker with the lowest id).
         """
         course = self.course
-        assert course.record is not None
         course.applied, course.witnesses = -1, set()
         course.handover.restart()
         rolled_back(course)
@@ -370,10 +360,10 @@ class Succession:
         fresh = origin == "" and uploader == "" and course.terms.snapshots
         capture = self.snapshots.capture(0, writers) if fresh else []
         # Do not start from the old assignment: all replicas are computed again in any case.
+        shards = course.job.layout.shards
         view = course.views.first(
-            course.record.layout.shards, course.members, self._assignments(None), uploader=first, origin=origin,
-            ending=ending,
-        )  # fmt: skip
+            shards, course.members, self._assignments(None), uploader=first, origin=origin, ending=ending
+        )
         return [*self._publish(view, abandon=False), *capture]
 
     def _publish(self, view: View, *, abandon: bool) -> list[Effect]:
@@ -393,13 +383,13 @@ class Succession:
         members, needed = self.course.members, self._needed()
         if self.course.view is None:
             return []
-        return [Dismiss(server) for server in members.servers if server in members.leaving - needed]
+        return [Send(server, Finished()) for server in members.servers if server in members.leaving - needed]
 
     def after_losses(self, effects: list[Effect]) -> list[Effect]:
         """Return the effects of several losses at once, without those that only the last one makes wrong."""
-        phase, needed = self.course.phase, self._needed()
+        phase, spared = self.course.phase, [Send(server, Finished()) for server in self._needed()]
         # A server that could go after one loss may be needed after the next
-        kept = [effect for effect in effects if not (isinstance(effect, Dismiss) and effect.server in needed)]
+        kept = [effect for effect in effects if effect not in spared]
         # When all have gone, a view of those who were given up is for nobody
         return [effect for effect in kept if phase is not Phase.GATHERING or not isinstance(effect, PublishView)]
 
@@ -413,8 +403,7 @@ class Succession:
 
 def _lost(course: Course, version: int) -> str:
     """What it costs to go back to `version`, and which option would spare it."""
-    assert course.record is not None
-    steps = course.record.steps_at(course.furthest + 1) - course.record.steps_at(version)
+    steps = course.job.steps_at(course.furthest + 1) - course.job.steps_at(version)
     if steps <= 0:
         return ""
     again = f"; {steps} step{'s are' if steps > 1 else ' is'} computed again"

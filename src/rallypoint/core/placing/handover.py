@@ -48,7 +48,6 @@ class Handover:
         self._first = self._leaving_at = None
 
     def forget(self, worker: str) -> None:
-        """The worker is gone."""
         self.warm.discard(worker)
         self._asked.pop(worker, None)
         self.reached.pop(worker, None)

@@ -8,12 +8,11 @@ move all the time.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core.layout import Shard
-from rallypoint.core.placing.placement import place
+from rallypoint.core.placing.placement import loads_of, place
 from rallypoint.core.plan.measured import LinkSpeeds, alike, settled
 from rallypoint.core.plan.topology import gain, weights_of
 from rallypoint.core.view import Member, View
@@ -77,7 +76,7 @@ class MeasuredLinks:
         weights = weights_of(servers, wanted, racks)
         speeds = weights or dict.fromkeys(servers, 1.0)
         placed = place(shards, sorted(servers), view.primary, weights)
-        before, after = _load(shards, view.primary), _load(shards, placed)
+        before, after = loads_of(shards, view.primary), loads_of(shards, placed)
         if before.keys() - servers.keys():  # a server is being emptied
             return None
         return wanted if gain(before, speeds) >= _WORTH_IT * gain(after, speeds) else None
@@ -89,10 +88,3 @@ def said_of(speeds: Mapping[str, float]) -> str:
     if not other:
         return "shards move: the links of all servers are alike"
     return f"shards move: the links of servers, compared with the median one: {', '.join(other)}"
-
-
-def _load(shards: Sequence[Shard], homes: Mapping[int, str]) -> Counter[str]:
-    load: Counter[str] = Counter()
-    for shard in shards:
-        load[homes[shard.index]] += shard.nbytes
-    return load

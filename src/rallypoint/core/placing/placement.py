@@ -158,7 +158,7 @@ def place_weighted(
     """
     rooms = _Rooms(shards, weights)
     placed = rooms.kept(shards, previous or {})
-    whole, loads = _loads(shards, placed), dict.fromkeys(weights, 0)
+    whole, loads = loads_of(shards, placed), dict.fromkeys(weights, 0)
     before = 0
     for shard in shards:
         before += shard.nbytes
@@ -172,7 +172,8 @@ def place_weighted(
 
 def weighted_ranking(shard: int, weights: Mapping[str, float]) -> list[str]:
     """All servers in the shard's order of preference."""
-    return sorted(weights, key=lambda server: (weights[server] / -math.log(_uniform(shard, server)), server))[::-1]
+    drawn = {server: _within(int.from_bytes(_score(shard, server))) for server in weights}
+    return sorted(weights, key=lambda server: (weights[server] / -math.log(drawn[server]), server))[::-1]
 
 
 class _Rooms:
@@ -187,7 +188,7 @@ class _Rooms:
 
     def kept(self, shards: Sequence[Shard], previous: Mapping[int, str]) -> dict[int, str]:
         """The shards that stay: shard index -> server id. Who has too much keeps some of everywhere in the layout."""
-        whole = _loads(shards, previous)
+        whole = loads_of(shards, previous)
         loads, placed, before = dict.fromkeys(self._weights, 0), dict[int, str](), 0
         for shard in shards:
             before += shard.nbytes
@@ -212,17 +213,12 @@ class _Rooms:
         return min(free or least or ranked, key=lambda server: (whole[server] + size) / self._weights[server])
 
 
-def _loads(shards: Sequence[Shard], placed: Mapping[int, str]) -> Counter[str]:
+def loads_of(shards: Sequence[Shard], placed: Mapping[int, str]) -> Counter[str]:
     loads: Counter[str] = Counter()
     for shard in shards:
         if shard.index in placed:
             loads[placed[shard.index]] += shard.nbytes
     return loads
-
-
-def _uniform(shard: int, server: str) -> float:
-    """A number in (0, 1), the same in every process."""
-    return _within(int.from_bytes(hashlib.blake2b(f"{server}/{shard}".encode(), digest_size=8).digest(), "big"))
 
 
 def _within(bits: int) -> float:

@@ -38,7 +38,6 @@ class Speeds:
         return first
 
     def forget(self, worker: str) -> None:
-        """Drop what is known of a worker."""
         self._changed(worker)
         self._seconds.pop(worker, None)
         self._last.pop(worker, None)

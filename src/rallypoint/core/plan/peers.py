@@ -30,7 +30,6 @@ class Ring:
 
     @classmethod
     def of(cls, workers: Workers, latency: float) -> Ring:
-        """The ring of a group of workers."""
         if workers.count <= workers.per_host:
             return cls(workers.count, INSIDE_RATE, latency)
         return cls(workers.count, PAYLOAD * workers.rate, latency)

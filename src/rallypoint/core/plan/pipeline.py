@@ -302,7 +302,6 @@ class Pipeline:
     # ---- time ----
 
     def _advance(self) -> None:
-        """Go on to the next thing that happens."""
         timer = self._timers[0][0] - self._now if self._timers else math.inf
         transfer = self._network.first_end()
         if min(timer, transfer) == math.inf:

@@ -125,7 +125,6 @@ def _relative(servers: Mapping[str, Member], measured: Mapping[str, float]) -> t
 
 
 def clamped(weight: float) -> float:
-    """The weight within its limits."""
     return min(MOST, max(LEAST, weight))
 
 

@@ -261,7 +261,6 @@ class Tuner:
     # ---- trials ----
 
     def _next(self) -> Decision:
-        """Begin the next trial, or settle."""
         if self._waiting:
             self._change(self._waiting.pop(0), _Stage.SCREEN)
             return Decision(self.value, f"{self.knob.phrase(self.value)} is tried")

@@ -47,7 +47,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> int:
-        """All parameters."""
         return sum(layer.words for layer in self.layers)
 
     @property

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rallypoint.core.audits import owner, peers
+from rallypoint.core.audits import peers
 from rallypoint.core.policy import Verdict
 from rallypoint.core.shard.effects import Accepted, Disputed, Drop, Effect
 from rallypoint.core.shard.events import Contribute
@@ -83,7 +83,6 @@ class Opinions:
         return False, [Drop(event.ticket), *disputed]
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._of.clear()
 
     def _kernels(self, worker: str) -> bytes:
@@ -93,14 +92,14 @@ class Opinions:
     def _is_alone(self, event: Contribute) -> bool:
         """True if it comes from the replica's owner, and nobody is there who can audit that."""
         view = self.view
-        if view is None or owner(view, event.step, event.replica) != event.sender:
+        if view is None or view.owner(event.step, event.replica) != event.sender:
             return False
         return peers(view, event.step, event.sender) == [event.sender]
 
     def _is_enough(self, event: Contribute) -> bool:
         """True if nobody can decide, and the owner's is to be taken: see `Dispute`."""
         view = self.view
-        if view is None or owner(view, event.step, event.replica) != event.sender:
+        if view is None or view.owner(event.step, event.replica) != event.sender:
             return False
         named = (event.step, event.replica, "")
         return any((dispute.step, dispute.replica, dispute.third) == named for dispute in view.orders.disputes)
@@ -130,7 +129,6 @@ class AuditedShard(ShardMachine):
         return ShardMachine._forget_step(self)
 
     def validate(self) -> None:
-        """Raise AssertionError, with a sentence, if the machine is in a state that it can never reach."""
         ShardMachine.validate(self)
         assert self.primary or not self.opinions.replicas, "a backup has opinions"
         assert not any(map(self._sum.knows, self.opinions.replicas)), "opinions on what is accepted"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rallypoint.core.shard.events import Ticket
+from rallypoint.core.shard.events import Chosen, Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +180,6 @@ class Prove:
 
 
 @dataclass(frozen=True, slots=True)
-class Choose:
-    """Tell who has a copy which contributions are in the finished sum of `step`, in the order of adding."""
-
-    step: int
-    replicas: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Acknowledge:
     """Tell the primary that this backup has `version`; with `chosen`, also the choice of contributions to the next one.
 
@@ -240,5 +232,5 @@ class Disputed:
 
 Effect = (
     InstallFirst | Take | Merge | Discard | OnTime | Add | Hold | Drop | Abandon | Finish | Apply | Publish | Reply
-    | TellWait | Gather | Choose | Fill | Prove | Acknowledge | BackupCaughtUp | CaptureShard | Accepted | Disputed
+    | TellWait | Gather | Chosen | Fill | Prove | Acknowledge | BackupCaughtUp | CaptureShard | Accepted | Disputed
 )  # fmt: skip

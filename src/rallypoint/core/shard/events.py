@@ -102,7 +102,8 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The primary tells its backup which contributions are in the finished sum of `step`, in the order of adding."""
+    """The primary tells who has a copy which contributions are in the finished sum of `step`, in the order of adding.
+    (It is an effect there, and an event here.)"""
 
     step: int
     replicas: tuple[int, ...]

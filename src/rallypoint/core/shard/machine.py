@@ -14,7 +14,7 @@ The path of a contribution through a primary:
 ```
 
 With `chooses`, the sum depends on which contributions came first, and servers decide by its norm. If there is a backup,
-it has to know the choice before the sum is finished and anybody hears the norm: Choose, then Finish when it has
+it has to know the choice before the sum is finished and anybody hears the norm: Chosen, then Finish when it has
 acknowledged. If it is promoted in the middle of the round, it takes the same contributions in the same order, so its
 sum has the same norm.
 
@@ -39,7 +39,6 @@ from rallypoint.core.shard.effects import (
     Apply,
     BackupCaughtUp,
     CaptureShard,
-    Choose,
     Drop,
     Effect,
     Fill,
@@ -53,7 +52,7 @@ from rallypoint.core.shard.effects import (
 )
 from rallypoint.core.shard.events import Assigned
 from rallypoint.core.shard.pulls import Clocks, Wants
-from rallypoint.core.shard.summing import Chain, Choice, SumInProgress, TreeSum
+from rallypoint.core.shard.summing import Chain, Choice, TreeSum
 
 
 @dataclass(slots=True)
@@ -357,7 +356,7 @@ class ShardMachine:
     _fill_next: set[bool] = field(default_factory=set)  # whom to fill after the sum in progress: see `Fill.incoming`
     _choice: Choice = field(default_factory=Choice)
     _decision: events.Decide | None = None  # arrived before the sum was finished (possible for buffers)
-    _sum: SumInProgress = field(init=False)
+    _sum: Chain | TreeSum = field(init=False)
     _held: dict[int, events.Contribute] = field(default_factory=dict)  # not for a tree
 
     def __post_init__(self) -> None:
@@ -365,24 +364,29 @@ class ShardMachine:
         self.clocked = bool(self.clocks)
         self._sum = TreeSum(self.expected, self.lowest) if self.policy.tree else Chain(self.expected)
 
-    # ---- what a policy reads (`core.policy.Ledger`) ----
+    # ---- what a policy reads ----
 
     @property
     def added(self) -> int:
+        """The number of contributions in the sum in progress."""
         return self._sum.added
 
     @property
     def slowest(self) -> int:
+        """The lowest clock: the number of steps of which every replica's contribution has been applied."""
         return self.clocks.slowest() if self.clocked else self.version
 
     @property
     def visible(self) -> int:
+        """The lowest clock in the published version; lower than `slowest` until the backup has acknowledged."""
         return self.clocks.visible(self.published) if self.clocked else self.published
 
     def knows(self, replica: int) -> bool:
+        """True if this replica's next contribution is here already, in the sum or held."""
         return replica in self._held or self._sum.knows(replica)
 
     def clock(self, replica: int) -> int:
+        """The step of this replica's next contribution; under an aligned policy the round in progress."""
         return self.clocks[replica] if self.clocked else self.version
 
     def handle(self, event: events.Event) -> list[Effect]:
@@ -571,7 +575,7 @@ class ShardMachine:
         if self.chooses and (self._choice.pending or self.awaiting):
             effects.append(self._choice.tell(self.version, self._sum.contributions))
         elif self.chosen:
-            effects.append(Choose(self.version, self.chosen))  # an earlier primary has told its norm perhaps
+            effects.append(events.Chosen(self.version, self.chosen))  # an earlier primary has told its norm perhaps
         state = Prove(self.version) if copy.asks else Fill(self.version, incoming, tuple(self.clocks))
         return [*effects, state]  # after the choice: with the state the backup may be promoted
 

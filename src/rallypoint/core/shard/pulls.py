@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from rallypoint.core.policy import Ledger, Policy
 from rallypoint.core.shard.effects import Effect, Reply, TellWait
 from rallypoint.core.shard.events import EVERYTHING, Want
+
+if TYPE_CHECKING:
+    from rallypoint.core.shard.machine import ShardMachine
 
 
 @dataclass(slots=True)
@@ -68,30 +70,6 @@ class Clocks:
         assert max(self._versions) <= max(0, version), f"{self}: a contribution is in a version after {version}"
 
 
-class Answering(Ledger, Protocol):
-    """What an answer depends on. The shard's machine implements it."""
-
-    @property
-    def policy(self) -> Policy: ...
-
-    @property
-    def clocks(self) -> Clocks: ...
-
-    @property
-    def rounds(self) -> int: ...
-
-    @property
-    def published(self) -> int: ...
-
-
-@dataclass(slots=True)
-class FollowerWaits:
-    """A follower waits for the parameters for `replica`'s next step, until the replica's clock is at least `clock`."""
-
-    replica: int
-    clock: int
-
-
 @dataclass(slots=True)
 class Wants:
     """At most one want for each follower: the newest.
@@ -99,7 +77,7 @@ class Wants:
     Each want is answered once, with `Reply`. A `TellWait` before that tells the follower that it has to wait.
     """
 
-    _waiting: dict[str, FollowerWaits] = field(default_factory=dict)
+    _waiting: dict[str, tuple[int, int]] = field(default_factory=dict)  # the replica, and the clock that it waits for
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -107,65 +85,62 @@ class Wants:
     def __iter__(self) -> Iterator[str]:
         return iter(self._waiting)
 
-    def add(self, event: Want, shard: Answering) -> list[Effect]:
+    def add(self, event: Want, shard: ShardMachine) -> list[Effect]:
         """A follower asks for parameters. This replaces its earlier want."""
-        self._waiting[event.follower] = FollowerWaits(event.replica, _next_clock(event.replica, shard))
+        self._waiting[event.follower] = event.replica, _next_clock(event.replica, shard)
         return [*self.serve(shard), *self.told_to_wait(event.follower, shard)]
 
     def forget(self, follower: str) -> None:
-        """The follower disconnected."""
         self._waiting.pop(follower, None)
 
     def clear(self) -> None:
         """Drop all wants: another server is the shard's primary now."""
         self._waiting.clear()
 
-    def serve(self, shard: Answering) -> list[Effect]:
+    def serve(self, shard: ShardMachine) -> list[Effect]:
         """Answer every follower that can be answered now."""
         if shard.published < 0:
             return []
         effects: list[Effect] = []
         for follower in self.ready(shard):
-            replica = self._waiting.pop(follower).replica
+            replica, _ = self._waiting.pop(follower)
             clock = shard.clocks[replica] if 0 <= replica < shard.expected else shard.rounds
             effects.append(Reply(follower, replica, clock, shard.published, last=replica == EVERYTHING))
         return effects
 
-    def ready(self, shard: Answering) -> list[str]:
+    def ready(self, shard: ShardMachine) -> list[str]:
         """The followers that can be answered now."""
-        return [follower for follower, wanted in self._waiting.items() if _may_have(wanted, shard)]
+        return [follower for follower, wanted in self._waiting.items() if _may_have(*wanted, shard)]
 
-    def told_to_wait(self, follower: str, shard: Answering) -> list[Effect]:
+    def told_to_wait(self, follower: str, shard: ShardMachine) -> list[Effect]:
         """Tell a follower that the policy makes it wait, if it does.
 
         The follower may have another replica that is further behind: it must compute that one first.
         """
-        wanted = self._waiting.get(follower)
-        if wanted is None or wanted.replica == EVERYTHING or shard.published < 0:
+        replica, clock = self._waiting.get(follower, (EVERYTHING, 0))
+        if replica == EVERYTHING or shard.published < 0:
             return []
-        may = shard.policy.serve(shard, wanted.clock)
-        return [] if may else [TellWait(follower, wanted.replica, wanted.clock)]
+        return [] if shard.policy.serve(shard, clock) else [TellWait(follower, replica, clock)]
 
-    def restarted(self, shard: Answering) -> None:
+    def restarted(self, shard: ShardMachine) -> None:
         """The clocks were just loaded: update the wants that came earlier."""
-        for wanted in self._waiting.values():
-            wanted.clock = _next_clock(wanted.replica, shard)
+        for follower, (replica, _) in self._waiting.items():
+            self._waiting[follower] = replica, _next_clock(replica, shard)
 
 
-def _next_clock(replica: int, shard: Answering) -> int:
+def _next_clock(replica: int, shard: ShardMachine) -> int:
     """The replica's clock after all of its contributions that are here are applied."""
     if replica == EVERYTHING:
         return shard.rounds
     return shard.clocks[replica] + shard.knows(replica) if replica < shard.expected else 0
 
 
-def _may_have(wanted: FollowerWaits, shard: Answering) -> bool:
-    replica = wanted.replica
+def _may_have(replica: int, clock: int, shard: ShardMachine) -> bool:
     if replica == EVERYTHING:
         return shard.slowest >= shard.rounds and shard.published == shard.version
     if replica >= shard.expected:
         return True  # the replica does not contribute to this shard: any version is right
-    here = shard.clocks[replica] >= wanted.clock and shard.published >= shard.clocks.version(replica)
+    here = shard.clocks[replica] >= clock and shard.published >= shard.clocks.version(replica)
     return here and shard.policy.serve(shard, shard.clocks[replica])
 
 
@@ -202,7 +177,6 @@ class Requests(Generic[L, W]):
 
     @property
     def shards(self) -> list[int]:
-        """The shards for which a request waits."""
         return list(self._waiting)
 
     def add(self, shard: int, request: Request[L, W]) -> None:
@@ -218,7 +192,6 @@ class Requests(Generic[L, W]):
         self._waiting[shard] = [*others, request]
 
     def gone(self, link: L) -> None:
-        """The link is closed: drop its requests."""
         for shard, requests in list(self._waiting.items()):
             self._keep(shard, (request for request in requests if request.link is not link))
 

@@ -115,7 +115,6 @@ class ServerPlan:
         return ClipMachine(decided, frozenset(), self.rule, generation) if decided else None
 
     def machine(self, index: int, *, primary: bool) -> ShardMachine:
-        """A new machine for the shard."""
         policy = self.policy if self.buffer_policy is None or index in self.measured else self.buffer_policy
         kind = ShardMachine if self.audits is None else AuditedShard
         return kind(
@@ -215,7 +214,6 @@ class ServerMachine:
         return self.pairs.caught_up(self._machines, incoming=True)
 
     def is_primary(self, index: int) -> bool:
-        """Is this server the shard's primary?"""
         return (machine := self._machines.get(index)) is not None and machine.primary
 
     def takes_from(self, index: int, sender: str) -> bool:
@@ -272,7 +270,6 @@ class ServerMachine:
         return index not in self.plan.measured and machine.version == before + 1 and before >= machine.first
 
     def unfollowed(self, follower: str) -> list[Effect]:
-        """A follower disconnected."""
         gone, own = shard_events.Unfollowed(follower), [index for index in self.held if self.is_primary(index)]
         return [effect for index in own for effect in self.handle(index, gone)]
 

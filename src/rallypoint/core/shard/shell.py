@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events
-from rallypoint.core.shard.clip import Measure, StepVerdict
+from rallypoint.core.shard.clip import Measure
 from rallypoint.core.shard.machine import Digest, Proofs
 from rallypoint.core.shard.server import Effect, On, ServerMachine, TellDisproved
 from rallypoint.core.view import Member, View, ViewNumber
@@ -50,29 +50,6 @@ class Fence:
     def is_stale(self, number: ViewNumber) -> bool:
         """Does this view number belong to an older generation?"""
         return number < self.generation
-
-
-Key = tuple[str, int]  # id and incarnation: a server that joins again is a new peer
-
-
-@dataclass(slots=True)
-class PeerLinks:
-    """The other servers that this server keeps a link to. `decides`: servers exchange measures at every step."""
-
-    me: str
-    decides: bool
-    _open: dict[Key, Member] = field(default_factory=dict)
-
-    def adopt(self, view: View) -> tuple[list[Key], list[Member]]:
-        """Returns the links to close and the members to connect to. Links are needed for measures and for backups."""
-        others = {(m.id, m.incarnation): m for m in view.servers if m.id != self.me}
-        gone = [key for key in self._open if key not in others]
-        for key in gone:
-            del self._open[key]
-        needed = self.decides or bool(view.backup)
-        new = {key: member for key, member in others.items() if needed and key not in self._open}
-        self._open |= new
-        return gone, list(new.values())
 
 
 class Link(Protocol):
@@ -170,7 +147,6 @@ class ServerShell(Generic[L]):
         return effects
 
     def gone(self, link: L, worker: str) -> Sequence[Effect]:
-        """The link is closed."""
         self.unfollow(link)
         if not self.is_current(link, worker):
             return []
@@ -330,15 +306,6 @@ class ServerShell(Generic[L]):
     def told(self, step: int, measures: Iterable[Measure], number: ViewNumber) -> Sequence[Effect]:
         """Another server sent its measures, under view `number`. Ignored if they are stale."""
         return [] if self.fence.is_stale(number) else self.machine.told(step, measures)
-
-    def decided(self, verdict: StepVerdict) -> Sequence[Effect]:
-        """Apply a verdict, after the effects that came with it."""
-        return self.machine.decided(verdict)
-
-    def restored(self, shard: int, generation: ViewNumber, event: events.Loaded) -> Sequence[Effect]:
-        """The shard was read from a snapshot, for that generation. Check `wants_state` first."""
-        assert self.wants_state(shard, generation)
-        return self.machine.handle(shard, event)
 
     def wants_state(self, shard: int, generation: ViewNumber) -> bool:
         """Is that generation current, and is the shard primary here and still without a state?"""

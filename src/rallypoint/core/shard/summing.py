@@ -6,77 +6,31 @@ Where each round has all R contributions, the sum is a tree over replica numbers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
-from rallypoint.core.shard.effects import Acknowledge, Add, Choose, Discard, Effect, Merge, OnTime, Take
+from rallypoint.core.shard.effects import Acknowledge, Add, Discard, Effect, Merge, OnTime, Take
 from rallypoint.core.shard.events import Chosen, Contribute
 from rallypoint.core.sums import Block, Forest, is_block
 
 
-class SumInProgress(Protocol):
-    """What the shard's machine needs of its sum."""
-
-    @property
-    def contributions(self) -> Sequence[Contribute]:
-        """The contributions in the sum, in order of arrival; none of a tree."""
-
-    @property
-    def first(self) -> int:
-        """The replica of the first contribution; 0 for a tree."""
-
-    @property
-    def added(self) -> int:
-        """The number of replicas whose contribution is in the sum."""
-
-    @property
-    def weight(self) -> float:
-        """The total weight of the sum."""
-
-    @property
-    def losses(self) -> tuple[int, ...]:
-        """The replicas whose loss is not finite, ascending. A block may name all of its replicas."""
-
-    @property
-    def gradients(self) -> tuple[int, ...]:
-        """The replicas whose contribution is not finite though the loss is, ascending. A block may name all of them."""
-
-    def named(self, version: int) -> list[tuple[int, int]]:
-        """The contributions in the sum, as (step, replica). Where all compute the same step, it is `version`."""
-
-    def knows(self, replica: int) -> bool:
-        """True if this replica's contribution is in the sum."""
-
-    def fault(self, contribution: Contribute) -> str:
-        """Why no honest worker sends this contribution, as a sentence; "" if it may be sent."""
-
-    def covers(self, contribution: Contribute) -> bool:
-        """True if the sum has every replica of this contribution: it is a repeat."""
-
-    def add(self, contribution: Contribute, base: int | None) -> list[Effect]:
-        """Add a contribution that is not covered. Returns what to do with the tensors. `base`: see `effects.Take`."""
-
-    def clear(self) -> None:
-        """Begin the next sum."""
-
-    def validate(self) -> None:
-        """Raise AssertionError if the sum has impossible contributions."""
-
-
 @dataclass(slots=True)
 class Chain:
-    """Contributions of one of `replicas` replicas each, in the order in which they were added."""
+    """Contributions of one of `replicas` replicas each, in the order in which they were added. `TreeSum` has the same
+    methods; its `contributions` are none."""
 
     replicas: int
     contributions: list[Contribute] = field(default_factory=list)
 
     @property
     def first(self) -> int:
+        """The replica of the first contribution; 0 for a tree."""
         return self.contributions[0].replica
 
     @property
     def added(self) -> int:
+        """The number of replicas whose contribution is in the sum."""
         return len(self.contributions)
 
     @property
@@ -85,27 +39,34 @@ class Chain:
 
     @property
     def losses(self) -> tuple[int, ...]:
+        """The replicas whose loss is not finite, ascending. A block may name all of its replicas."""
         return tuple(sorted(c.replica for c in self.contributions if not c.finite and c.whole))
 
     @property
     def gradients(self) -> tuple[int, ...]:
+        """The replicas whose contribution is not finite though the loss is, ascending. A block may name all of them."""
         return tuple(sorted(c.replica for c in self.contributions if not c.whole))
 
     def named(self, version: int) -> list[tuple[int, int]]:
+        """The contributions in the sum, as (step, replica). Where all compute the same step, it is `version`."""
         return [(contribution.step, contribution.replica) for contribution in self.contributions]
 
     def knows(self, replica: int) -> bool:
+        """True if this replica's contribution is in the sum."""
         return any(contribution.replica == replica for contribution in self.contributions)
 
     def fault(self, contribution: Contribute) -> str:
+        """Why no honest worker sends this contribution, as a sentence; "" if it may be sent."""
         if contribution.count != 1:
             return f"{_named(contribution)}: in this mode, one replica contributes at a time"
         return _stranger(contribution, self.replicas)
 
     def covers(self, contribution: Contribute) -> bool:
+        """True if the sum has every replica of this contribution: it is a repeat."""
         return self.knows(contribution.replica)
 
     def add(self, contribution: Contribute, base: int | None) -> list[Effect]:
+        """Add a contribution that is not covered. Returns what to do with the tensors. `base`: see `effects.Take`."""
         self.contributions.append(contribution)
         return [(Take if self.added == 1 else Add)(contribution.ticket, contribution.weight, base)]
 
@@ -113,6 +74,7 @@ class Chain:
         self.contributions = []
 
     def validate(self) -> None:
+        """Raise AssertionError if the sum has impossible contributions."""
         named = [contribution.replica for contribution in self.contributions]
         assert len(set(named)) == len(named), f"replicas {sorted(named)} in one sum"
         assert not any(map(self.fault, self.contributions)), f"{named} of {self.replicas}"
@@ -247,7 +209,7 @@ def _stranger(contribution: Contribute, replicas: int, lowest: int = 0) -> str:
 # Which contributions a round's update takes, where the first to come are taken and servers decide by the sum's norm.
 #
 # ```
-#    primary: the sum has all that it takes --Choose--> backup: learns the choice
+#    primary: the sum has all that it takes --Chosen--> backup: learns the choice
 #    primary: finishes the sum, tells the norm <--Acknowledge-- backup
 # ```
 #
@@ -268,9 +230,9 @@ class Choice:
     pending: bool = False
     _learnt: Chosen | None = None  # on a backup: the newest choice that the primary has told
 
-    def tell(self, step: int, taken: Iterable[Contribute]) -> Choose:
+    def tell(self, step: int, taken: Iterable[Contribute]) -> Chosen:
         """Tell the backup which contributions to `step` are taken, in the order of adding."""
-        return Choose(step, tuple(contribution.replica for contribution in taken))
+        return Chosen(step, tuple(contribution.replica for contribution in taken))
 
     def learn(self, chosen: Chosen) -> None:
         """The primary has told this backup its choice."""

@@ -96,7 +96,6 @@ class AuditDuties(Duties):
             presum.forget(own if alone and (missed or not was_alone) else open - (frozenset() if missed else were_open))
 
     def takes(self, view: View, step: int, replica: int) -> bool:
-        """True if servers take this replica's contribution from this worker."""
         return self.audits.may_contribute(view, self.me, step) or view.takes(self.me, (replica,))
 
 
@@ -162,7 +161,6 @@ class WorkerMachine(SlotMachine):
 
     @property
     def takes_part(self) -> bool:
-        """True if this worker has replicas at the step in progress or later."""
         return self.view is not None and self.view.takes_part(self.me, self.step)
 
     @property
@@ -201,7 +199,6 @@ class WorkerMachine(SlotMachine):
 
     @property
     def row_version(self) -> int | None:
-        """The version of table rows that the replica in progress reads."""
         return max(0, self.step)
 
     def contributes(self, shard: int, replica: int) -> bool:
@@ -374,7 +371,6 @@ class WorkerMachine(SlotMachine):
         return effects
 
     def validate(self) -> None:
-        """Raise AssertionError with a sentence if an invariant does not hold."""
         SlotMachine.validate(self)
         self._versions.validate()
         self.presum.validate()
@@ -463,7 +459,6 @@ class OverlapMachine(WorkerMachine):
 
     @property
     def reads(self) -> int:
-        """The version that the replica in progress reads."""
         return self._installing if self.early else self.step
 
     def next_action(self) -> Action | None:
@@ -511,7 +506,6 @@ class OverlapMachine(WorkerMachine):
     # ---- events ----
 
     def handle(self, event: Event) -> list[Effect]:
-        """Take one event; return the effects, to be run in order."""
         if isinstance(event, (Filled, SlotSent, Landed)):
             return WorkerMachine.handle(self, event)  # of one shard: nothing that is early becomes stale by it
         early = self.early
@@ -548,7 +542,6 @@ class OverlapMachine(WorkerMachine):
         return (self._slots[shard] is Slot.OLD and self.early) or WorkerMachine._in_place(self, shard, target)
 
     def validate(self) -> None:
-        """Raise AssertionError with a sentence if an invariant does not hold."""
         WorkerMachine.validate(self)
         for shard, slot in enumerate(self._slots):
             assert slot is not Slot.FILLING or not self.early, f"slot {shard} is filled before its version is whole"

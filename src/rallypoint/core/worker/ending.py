@@ -6,8 +6,6 @@ may learn of an earlier one when its model holds it already.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from rallypoint.core.decisions import is_due
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Action, Compute, Ended, Evaluate, SlotMachine, Store
@@ -16,22 +14,10 @@ End = tuple[ViewNumber, int]
 Reached = tuple[ViewNumber, int]
 
 
-class Installing(Protocol):
-    """What it asks of the worker's machine."""
-
-    me: str
-    step: int
-    steps: int
-    view: View | None
-
-    @property
-    def computing(self) -> bool: ...
-
-
 class Ending:
     """Whether the model holds the last version. `reached` is a claim: it names the generation and the version (I10)."""
 
-    def __init__(self, machine: Installing) -> None:
+    def __init__(self, machine: SlotMachine) -> None:
         self._machine = machine
         self._taken: End | None = None
 
@@ -64,7 +50,7 @@ class Reaching:
     it. Who says too much makes work be done again, and nothing else.
     """
 
-    def __init__(self, machine: Installing) -> None:
+    def __init__(self, machine: SlotMachine) -> None:
         self._machine = machine
         self._said: tuple[ViewNumber, int | None, int | None] | None = None
 

@@ -64,13 +64,7 @@ def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = l
                 in_order=plan.mode.holder is StateHolder.WORKERS, presum=Presum(*plan.presum),
                 audits=plan.audits, carried=plan.carried,
             )  # fmt: skip
-            return WorkerShell(watch(aligned), states, _snapshots(plan, aligned))
-
-
-def _snapshots(plan: WorkerPlan, machine: WorkerMachine) -> WorkerSnapshots:
-    match plan.mode.holder:
-        case StateHolder.WORKERS:
-            return ModelShares()
-        case StateHolder.SERVERS:
-            shards = plan.codec_state_shards
-            return CodecStateSnapshots(machine, shards) if shards else WorkerSnapshots()
+            if plan.mode.holder is StateHolder.WORKERS:
+                return WorkerShell(watch(aligned), states, ModelShares())
+            copied = CodecStateSnapshots(aligned, plan.codec_state_shards) if states.kept else WorkerSnapshots()
+            return WorkerShell(watch(aligned), states, copied)

@@ -173,18 +173,14 @@ class RollingMachine(SlotMachine):
             self.broken = self.broken or "sums were made without this worker: it has come too late"
         if self._asked[shard] == version:
             self._asked[shard] = -1
-        if version == self._right(shard) and self._slots[shard] is Slot.FREE:
+        if version == self.at[shard] + 1 and self._slots[shard] is Slot.FREE:
             self._slots[shard], self._held[shard] = Slot.LANDING, version
             return [Land(shard)]
         return [DropArriving(shard), *self._seek(shard)]
 
-    def _right(self, shard: int) -> int:
-        """The version to take next: the following one; at the start the first one."""
-        return self.at[shard] + 1
-
     def _seek(self, shard: int) -> list[Effect]:
         """Fetch the version to take next if it exists, is not here, and was not fetched."""
-        right, home = self._right(shard), self._home(shard)
+        right, home = self.at[shard] + 1, self._home(shard)
         if self._newest[shard] < right or self._asked[shard] == right or self._slots[shard] is not Slot.FREE:
             return []
         if home not in self._links:
@@ -220,7 +216,6 @@ class RollingMachine(SlotMachine):
                 self._slots[shard] = Slot.FREE
 
     def validate(self) -> None:
-        """Raise AssertionError with a sentence if an invariant does not hold."""
         self._slots.validate()
         for shard, slot in enumerate(self._slots):
             at, newest = self.at[shard], self._newest[shard]

@@ -521,7 +521,6 @@ class SlotMachine(ABC):
 
     @property
     def slots(self) -> Slots:
-        """The state of each shard's slot."""
         return self._slots
 
     @property

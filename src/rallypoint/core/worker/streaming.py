@@ -99,7 +99,6 @@ class StreamMachine(SlotMachine):
         return (self._clocks[self._next], self._next) if known and self._next is not None else None
 
     def next_action(self) -> Action | None:
-        """The main thread's next action; None when it has to wait. Changes nothing."""
         if self._initialise:
             return UploadFirst() if self._may_initialise else None
         if self._computing is not None or self._installing >= 0:
@@ -299,7 +298,6 @@ class StreamMachine(SlotMachine):
         return effects
 
     def validate(self) -> None:
-        """Raise AssertionError with a sentence if an invariant does not hold."""
         SlotMachine.validate(self)
         assert not self._ready or self._current is not None, "the model is ready for no replica"
         assert not (self._ready and self._installing >= 0), "it installs before the step in progress is over"

@@ -126,7 +126,6 @@ class SimulatedJob:
         return msgspec.structs.replace(config, steps=self.steps * config.steps_per_round)
 
     def shards_of(self, key: int) -> list[int]:
-        """The shards of a store's key."""
         return list(range(key, self.shards, self.keys))
 
     @cached_property
@@ -140,12 +139,10 @@ class SimulatedJob:
 
     @cached_property
     def cadence(self) -> Cadence:
-        """Which shards each step is for."""
         return cadence_of(self.config, self.layout.shards)
 
     @cached_property
     def policy(self) -> ServerPolicy:
-        """When servers apply contributions."""
         return self.config.policy
 
     @cached_property
@@ -207,7 +204,6 @@ class SimulatedJob:
 
     @property
     def end(self) -> int:
-        """The job's last version."""
         if self.stop is not None or not self.rules.steers:
             return self.steps if self.stop is None else self.stop.version
         return self.undisturbed_decisions.end if self.trajectory else 0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 import torch
 
 from rallypoint.codec.base import encode_ids
@@ -20,10 +17,6 @@ from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.testing.simulation.replicas.floats import ROWS
 from rallypoint.worker.keys import LOOK_AGAIN_S
 from rallypoint.worker.keys_exchange import KeyExchange, KeyRequest
-
-if TYPE_CHECKING:
-    from rallypoint.testing.simulation.plan import Plan
-
 
 GIVES_UP_S = 1.0  # from a script's error to the end of its process
 LEFT = "went back to a snapshot after its script had ended"
@@ -221,13 +214,3 @@ class KeyedWorker:
         """What it waits for, where the job is stuck."""
         machine = None if self.exchange is None else self.exchange.machine
         return f"{self.node.name}: due {self._due}, asked {self._asked}, claim {self._claim}, {machine}"
-
-
-
-def as_store(plan: Plan) -> Plan:
-    """The plan for a store of one key or several; some of the shards may be parts of a table."""
-    rng = random.Random(plan.seed * 7919 + 17)
-    tables = rng.choice([0, 0, rng.randint(1, plan.job.shards)])
-    job = replace(plan.job, buffers=0, clip=None, skip=False, tables=tables)
-    keyed, terms = replace(job, keys=rng.randint(1, job.shards)), plan.terms
-    return replace(plan, job=keyed, terms=msgspec.structs.replace(terms, backup_tasks=False))

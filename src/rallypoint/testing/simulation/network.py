@@ -10,7 +10,7 @@ import random
 import threading
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from rallypoint.coordinator.inbox import End
 from rallypoint.core.view import ViewNumber
@@ -76,15 +76,6 @@ class Node:
         backlog, self._backlog = self._backlog, []
         for self.world.cause, call in backlog:
             self.run(call)  # one of them may end the process
-
-
-class Acceptor(Protocol):
-    """The side of a role that others connect to."""
-
-    node: Node
-
-    def accept(self, wire: Wire, hello: Any) -> str:
-        """"" to take the connection, else why not. Sets `wire.on_message` and `wire.on_close` for its end."""
 
 
 class Wire:
@@ -184,6 +175,15 @@ class Noted(NamedTuple):
     more: Any
 
 
+class Fault(NamedTuple):
+    """Something that happens at `at` seconds to a member of `role`."""
+
+    at: float
+    kind: str
+    role: str
+    seconds: float = 0.0
+
+
 class Tokens:
     """Numbers of 8 bytes for things that travel as bytes in the product, and are stored."""
 
@@ -206,6 +206,8 @@ class World:
     Attributes:
         uneven: links of servers are not alike: see `member.with_paces`.
         history: what members do with versions, as it happens; None: nobody looks.
+        acceptors: who listens, by address. `accept(wire, hello)` returns "" to take the connection, else why not; it
+            sets `wire.on_message` and `wire.on_close` for its end.
         cause: the number of what is happening now. `causes`: everything that was to happen, by number; None: nobody
             asks why. `told`: when, in what, and what happened, for people.
     """
@@ -218,7 +220,7 @@ class World:
         self.causes: dict[int, Cause] | None = None
         self.told: list[tuple[float, int, str]] = []
         self.nodes: dict[str, Node] = {}
-        self.acceptors: dict[str, Acceptor] = {}
+        self.acceptors: dict[str, Any] = {}
         self._events: list[tuple[float, int, Call]] = []
         self._numbers = itertools.count()
         self._partitions: dict[frozenset[str], float] = {}
@@ -258,7 +260,6 @@ class World:
             call()
 
     def close(self) -> None:
-        """End all threads."""
         for node in self.nodes.values():
             for thread in node.threads:
                 thread.kill()
@@ -268,7 +269,6 @@ class World:
         return next(self._numbers)
 
     def latency(self) -> float:
-        """How long a message takes."""
         return SLOW_S if self.random.random() < 0.01 else self.random.uniform(*LATENCY_S)
 
     def trap(self, name: str) -> None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -17,27 +17,17 @@ from rallypoint.core.modes import Feature
 from rallypoint.core.optimizer import EMA, SWA
 from rallypoint.core.policy import LocalSteps, Sync
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.keys import as_store
 from rallypoint.testing.simulation.member import MALFORMED
+from rallypoint.testing.simulation.network import Fault
 from rallypoint.testing.simulation.operating.pauses import PAUSE, pauses
 from rallypoint.testing.simulation.operating.resuming import RESUME, resumed
-from rallypoint.testing.simulation.policies import Around, InnerStatePlay, Mode, Play, Played
+from rallypoint.testing.simulation.policies import Mode, Play, Played
 from rallypoint.testing.simulation.replicas.contents import AuditedJob
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
 HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
 CUT_S = 60.0  # longer than any job takes; but where there is only one worker and one server, only its end helps
 _SYNC = Sync()
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that happens at `at` seconds to a member of `role`."""
-
-    at: float
-    kind: str
-    role: str
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,6 @@ class Plan:
 
     @property
     def resumes(self) -> bool:
-        """Is the job resumed?"""
         return any(fault.kind == RESUME for fault in self.faults)
 
     @property
@@ -71,7 +60,6 @@ class Plan:
         )
 
     def least(self, role: str) -> int:
-        """How many members of a role have to stay."""
         return self.terms.workers_min if role == "worker" else 1
 
 
@@ -89,16 +77,9 @@ _PATIENT_S = 30.0
 
 def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
-    match played:
-        case Around():
-            plan = _AROUND[played.word](make_plan(seed, played.of))
-        case Play():
-            plan = _SPECIAL[played.word](_plan_of(seed, played.sync))
-        case InnerStatePlay():
-            plan = _with_inner(_plan_of(seed, played.sync), played.sync)
-        case _:
-            plan = _plan_of(seed, played)
-    return replace(plan, played=played)
+    if not isinstance(played, Play):
+        return _plan_of(seed, played)
+    return replace(_SPECIAL[played.word](make_plan(seed, played.of)), played=played)
 
 
 def _with_codec_states(plan: Plan) -> Plan:
@@ -120,11 +101,12 @@ def _with_codec_states(plan: Plan) -> Plan:
 _HARMLESS = ("drop data", "drop data", "pause", "partition")  # nobody dies of these, and no replica moves
 
 
-def _with_inner(plan: Plan, sync: LocalSteps) -> Plan:
+def _with_inner(plan: Plan) -> Plan:
     """Where inner states are kept, two of three plans lose some, and one has no faults: its bytes are promised.
 
     With a delay that one has faults that make replicas compute a round once more.
     """
+    sync = cast(LocalSteps, plan.job.sync)
     if sync.delay and plan.seed % 3 == 0:
         rng = random.Random(plan.seed * 7919 + 4)
         roles = ("worker", "server")
@@ -153,12 +135,6 @@ def _stopped(plan: Plan) -> Plan:
     return replace(plan, terms=terms, job=replace(plan.job, stop=ScriptStops(step, replica, rng.random() < 0.4)))
 
 
-def _paused(plan: Plan) -> Plan:
-    """An operator pauses the job up to three times. Faults strike in a pause, where the plan has any that kill."""
-    added = (Fault(*event) for event in pauses(plan.seed, kills=plan.kills))
-    return replace(plan, faults=(*plan.faults, *added))
-
-
 def _malformed(plan: Plan) -> Plan:
     """Members send what nobody may send, some of it before the job has begun."""
     rng, roles = random.Random(plan.seed * 7919 + 20), ("worker", "worker", "worker", "server", "server", "aggregator")
@@ -166,9 +142,13 @@ def _malformed(plan: Plan) -> Plan:
     return replace(plan, faults=(*plan.faults, *added))
 
 
-def _uneven(plan: Plan) -> Plan:
-    """Servers whose links are not alike."""
-    return replace(plan, terms=msgspec.structs.replace(plan.terms, measure_links=True))
+def _as_store(plan: Plan) -> Plan:
+    """The plan for a store of one key or several; some of the shards may be parts of a table."""
+    rng = random.Random(plan.seed * 7919 + 17)
+    tables = rng.choice([0, 0, rng.randint(1, plan.job.shards)])
+    job = replace(plan.job, buffers=0, clip=None, skip=False, tables=tables)
+    keyed, terms = replace(job, keys=rng.randint(1, job.shards)), plan.terms
+    return replace(plan, job=keyed, terms=msgspec.structs.replace(terms, backup_tasks=False))
 
 
 def _evaluating(plan: Plan) -> Plan:
@@ -181,10 +161,10 @@ def _evaluating(plan: Plan) -> Plan:
 def _with_backup_tasks(plan: Plan) -> Plan:
     tasks = plan.seed % 4 == 0
     plan = replace(plan, terms=msgspec.structs.replace(plan.terms, backup_tasks=tasks))
-    return without_aggregators(plan) if tasks else plan
+    return _without_aggregators(plan) if tasks else plan
 
 
-def without_aggregators(plan: Plan) -> Plan:
+def _without_aggregators(plan: Plan) -> Plan:
     """The plan without aggregators, and without their faults."""
     faults = tuple(fault for fault in plan.faults if fault.role != "aggregator")
     terms = msgspec.structs.replace(plan.terms, aggregators=0)
@@ -211,7 +191,7 @@ def _deciding(plan: Plan) -> Plan:
 def _audited(plan: Plan, *, wrong: bool = False) -> Plan:
     """No aggregators. Where a worker computes wrong, everything is audited and the job waits for three workers."""
     rng = random.Random(plan.seed * 7919 + 13)
-    plan = without_aggregators(plan)
+    plan = _without_aggregators(plan)
     if not wrong:
         return replace(plan, job=replace(plan.job, audits=AuditedJob(rng.choice([0.2, 0.7, 1.0]))))
     workers, most = rng.randint(3, 5), rng.randint(5, 7)
@@ -268,15 +248,15 @@ def _plan_of(seed: int, sync: Mode) -> Plan:
         role = rng.choice(["worker", "worker", "server", "server", "coordinator"])
         seconds = {"pause": rng.uniform(0.1, 1.5), "long pause": rng.uniform(2.0, 6.0)}.get(kind, rng.uniform(0.1, 5.0))
         faults.append(Fault(0.0 if kind == "drop first" else at, kind, role, seconds))
-    if resizes(seed):
+    if seed % 5 == 1:
         more = random.Random(seed * 7919 + 3)
         faults += [Fault(more.uniform(0.3, 6.0), "resize", "launcher") for _ in range(2)]
-    if fills_the_journal(seed):
+    if seed % 11 in (3, 8, 10):
         faults += _behind_the_journal(random.Random(seed * 7919 + 4))
-    if isolates(seed):
+    if seed % 7 == 4:
         more = random.Random(seed * 7919 + 4)
         faults.append(Fault(more.uniform(0.3, 5.0), "isolation", "coordinator", more.uniform(0.5, 10.0)))
-    if cuts(seed):
+    if seed % 9 == 5:
         more = random.Random(seed * 7919 + 5)
         faults.append(Fault(more.uniform(0.3, 3.0), "cut", more.choice(["worker", "server"]), CUT_S))
     aggregators = 0
@@ -284,7 +264,7 @@ def _plan_of(seed: int, sync: Mode) -> Plan:
         more = random.Random(seed * 7919 + 6)
         aggregators = more.randint(1, 2)
         faults += _on_aggregators(more)
-    return Plan(seed, job, terms, workers, servers, tuple(faults), HESITATION_S * (seed % 4 == 3), aggregators)
+    return Plan(seed, job, terms, workers, servers, tuple(faults), HESITATION_S * (seed % 4 == 3), aggregators, sync)
 
 
 def _on_aggregators(rng: random.Random) -> list[Fault]:
@@ -307,17 +287,8 @@ def supported(terms: Terms, job: SimulatedJob) -> Terms:
     return terms
 
 
-def resizes(seed: int) -> bool:
-    """Is the number of workers and servers changed by order in this seed's plan?"""
-    return seed % 5 == 1
-
-
-def fills_the_journal(seed: int) -> bool:
-    """Is the journal's disk full for a time in this seed's plan, while members and coordinators die?"""
-    return seed % 11 in (3, 8, 10)
-
-
 def _behind_the_journal(rng: random.Random) -> list[Fault]:
+    """The journal's disk is full for a time, while members and coordinators die."""
     begins, lasts = rng.uniform(0.2, 3.0), rng.uniform(1.0, 12.0)
     role = rng.choice(["worker", "server", "server"])
     changes = [Fault(begins + rng.random() * 2, rng.choice(["crash", "join", "drop"]), role, 0.5) for _ in range(2)]
@@ -328,27 +299,17 @@ def _behind_the_journal(rng: random.Random) -> list[Fault]:
     return [Fault(begins, "journal full", "coordinator", lasts), *changes, *deaths]
 
 
-def isolates(seed: int) -> bool:
-    """Is the coordinator cut off from everybody for a while in this seed's plan?"""
-    return seed % 7 == 4
-
-
-def cuts(seed: int) -> bool:
-    """Are a server and another member cut from each other for long in this seed's plan?"""
-    return seed % 9 == 5
-
-
-# What is special about a play, and what is played around others, by the words of `policies`.
+# What is special about a play, by the words of `policies`.
 _SPECIAL: dict[str, Callable[[Plan], Plan]] = {
-    "codec-state": _with_codec_states, "poisoned": _poisoned, "tables": _with_tables, "stopped": _stopped,
-    "carrying": _carrying, "scaled": _scaled, "evaluating": _evaluating, "decided": _deciding,
+    "inner": _with_inner, "codec-state": _with_codec_states, "poisoned": _poisoned, "tables": _with_tables,
+    "stopped": _stopped, "carrying": _carrying, "scaled": _scaled, "evaluating": _evaluating, "decided": _deciding,
     "audited": _audited, "audited:wrong": partial(_audited, wrong=True),
-    "store": lambda plan: as_store(without_aggregators(plan)),
+    "store": lambda plan: _as_store(_without_aggregators(plan)),
     "averaged": lambda plan: replace(plan, job=replace(
         plan.job, average=EMA(0.75) if plan.seed % 2 else SWA(start=plan.seed % 3, every=1 + plan.seed % 4))),
     "recorded": lambda plan: replace(plan, job=replace(plan.job, recorded=1 + plan.seed % 3)),
-    "streamed": lambda plan: replace(without_aggregators(plan), job=replace(plan.job, streamed=True)),
-}  # fmt: skip
-_AROUND: dict[str, Callable[[Plan], Plan]] = {
-    "paused": _paused, "malformed": _malformed, "uneven": _uneven, "resumed": resumed,
+    "streamed": lambda plan: replace(_without_aggregators(plan), job=replace(plan.job, streamed=True)),
+    "paused": lambda plan: replace(plan, faults=plan.faults + pauses(plan.seed, kills=plan.kills)),
+    "malformed": _malformed, "resumed": resumed,
+    "uneven": lambda plan: replace(plan, terms=msgspec.structs.replace(plan.terms, measure_links=True)),
 }  # fmt: skip

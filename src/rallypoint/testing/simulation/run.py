@@ -17,11 +17,11 @@ from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator, check_recorded
 from rallypoint.testing.simulation.keys import LEFT, KeyedWorker
 from rallypoint.testing.simulation.member import COORDINATOR, MALFORMED, SimulatedOrders, send_malformed
-from rallypoint.testing.simulation.network import Node, Noted, World
+from rallypoint.testing.simulation.network import Fault, Node, Noted, World
 from rallypoint.testing.simulation.operating import history, server_checks
 from rallypoint.testing.simulation.operating.pauses import PAUSE, Operators
 from rallypoint.testing.simulation.operating.resuming import KEEP, RESUME, Resuming
-from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
+from rallypoint.testing.simulation.plan import Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, replay_line
 from rallypoint.testing.simulation.replicas.evaluations import check_evaluations
 from rallypoint.testing.simulation.replicas.script import ScriptStops
@@ -137,7 +137,6 @@ class Simulation:
     # ---- faults ----
 
     def strike(self, fault: Fault) -> None:
-        """Let a fault happen."""
         match fault.kind:
             case "disk full" | "journal full":
                 which = "disk" if fault.kind == "journal full" else "store"
@@ -386,5 +385,4 @@ def play(plan: Plan) -> Result:
 
 
 def simulate(seed: int, played: Played = _SYNC) -> Result:
-    """Play one seed under a policy."""
     return play(make_plan(seed, played))

@@ -132,7 +132,7 @@ class SimulatedServer(PlayedMember, ServerService):
 
     def _take(self, event: Any) -> None:
         match event:
-            case inbox.VerdictCame():
+            case StepVerdict():
                 self._put_verdict(event)
             case inbox.UpdateMade():
                 self.node.later(0.0, lambda: self.reducer_event(event))
@@ -156,15 +156,14 @@ class SimulatedServer(PlayedMember, ServerService):
             event = replace(event, record=replace(event.record, codec_states=kept))
         self.reducer_event(event)
 
-    def _put_verdict(self, event: inbox.VerdictCame) -> None:
+    def _put_verdict(self, verdict: StepVerdict) -> None:
         """It waits behind what came before it, a view perhaps."""
-        verdict = event.verdict
 
         def decide() -> None:
             if verdict.generation != (now := self.shell.fence.generation):
-                effects = self.shell.decided(verdict)
+                effects = self.machine.decided(verdict)
                 assert not effects, f"{self.node.name}: {verdict} is taken in generation {now}"
-            self.reducer_event(event)
+            self.reducer_event(verdict)
 
         self.node.later(self.world.random.uniform(0.0, self.decision_s), decide)
 

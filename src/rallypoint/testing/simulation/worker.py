@@ -23,11 +23,10 @@ from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.names import NBYTES, TOKEN, payload_of
 from rallypoint.testing.simulation.network import Node, PlayedThread, World
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, name_of
-from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas
 from rallypoint.testing.simulation.replicas.evaluations import SimulatedEvaluations
 from rallypoint.testing.simulation.replicas.floats import ROWS
 from rallypoint.testing.simulation.replicas.forward import SimulatedForward, SimulatedWords
-from rallypoint.testing.simulation.replicas.inner import InnerOptimizers
+from rallypoint.testing.simulation.replicas.inner import DelayedReplicas, InnerOptimizers
 from rallypoint.testing.simulation.replicas.script import Script
 from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.worker.exchange.locked import Rewound

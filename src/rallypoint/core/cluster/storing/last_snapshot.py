@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Announce, Effect, TellHeld
+from rallypoint.core.cluster.effects import Effect
 from rallypoint.core.cluster.state import Failing, Phase
 from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.modes import Feature
-from rallypoint.core.protocol import GiveUp
+from rallypoint.core.protocol import GiveUp, Held, Say
 
 # So many seconds, and at least the patience of every other snapshot, it is waited for one more file. In the first of
 # them the last contributions have to be applied too.
@@ -70,7 +70,7 @@ class LastSnapshot:
         self._differ = 0 <= failing.step < version
         course.changed()
         self._news = course.now
-        said = TellHeld(f"{member} has failed; storing the newest version before the job ends (Ctrl-C ends it now)")
+        said = Held(f"{member} has failed; storing the newest version before the job ends (Ctrl-C ends it now)")
         asked = self.snapshots.capture(version, writers)
         return [said, *asked, *(self._without_lost() if self._differ else [])]
 
@@ -107,7 +107,7 @@ class LastSnapshot:
             case events.SnapshotLost(snapshot=snapshot, passed=passed) if taking := duty.under_way(snapshot):
                 if passed > taking.version:
                     return self._further(passed)
-                return [Announce(f"snapshot {snapshot} could not be taken: {event.reason}"), *self.end()]
+                return [Say(f"snapshot {snapshot} could not be taken: {event.reason}"), *self.end()]
             case events.Committed(snapshot=snapshot) if duty.under_way(snapshot):
                 duty.complete(course.now)
                 return self.end()
@@ -176,7 +176,7 @@ class LastSnapshot:
 
     def _without(self, why: str) -> list[Effect]:
         """The newest version is lost: what was said of it does not come true."""
-        return [Announce(f"the newest version is not stored: {why}"), *self.end()]
+        return [Say(f"the newest version is not stored: {why}"), *self.end()]
 
     @property
     def awaited(self) -> str:
@@ -216,10 +216,9 @@ class LastSnapshot:
         """The members that store the snapshot; none if nobody can store one of the shards."""
         course, able = self.course, self._able(failing)
         assert course.view is not None
-        assert course.record is not None
         if not able or not course.members.awaited.isdisjoint(able):
             return []
-        writer_of, shards = course.recovery.writer_of, course.record.layout.shards
+        writer_of, shards = course.recovery.writer_of, course.job.layout.shards
         return able if {writer_of(shard.index, able, course.view) for shard in shards} <= set(able) else []
 
     def _able(self, failing: Failing) -> list[str]:

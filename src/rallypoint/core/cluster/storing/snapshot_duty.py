@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rallypoint.core.cluster.events import SnapshotLost
 from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
@@ -14,40 +13,6 @@ CAPTURE_AHEAD = 3  # steps after the furthest one seen: no shard may be past the
 SNAPSHOT_PATIENCE = 10  # heartbeats in which no file of a snapshot is stored, after which it is given up
 LONGEST_PAUSE_S = 60.0  # between snapshots that fail; it begins with a heartbeat, and doubles
 ATTEMPTS = 10_000  # the most snapshots of one coordinator: no two coordinators use the same number
-
-
-# ---- the version of the next snapshot: a rule for jobs with rounds, one for streaming jobs ----
-
-
-class VersionRule(Protocol):
-    """``rule(record, furthest, last, clocks, ending=...)`` returns the version of the next snapshot.
-
-    `furthest` is the highest step reported, `last` the last snapshot's version, `clocks` each replica's next step;
-    `ending` is True when a worker holds the last version.
-    """
-
-    def __call__(
-        self, record: JobRecord, furthest: int, last: int, clocks: Mapping[int, int], *, ending: bool
-    ) -> int: ...
-
-
-def a_little_ahead(record: JobRecord, furthest: int, last: int, clocks: Mapping[int, int], *, ending: bool) -> int:
-    """For jobs with rounds: a version that no shard can be past yet, the same for all shards."""
-    return min(furthest + CAPTURE_AHEAD, record.rounds)
-
-
-def slowest_clock(record: JobRecord, furthest: int, last: int, clocks: Mapping[int, int], *, ending: bool) -> int:
-    """For streaming jobs: the step that every replica is known to have reached. It only names the snapshot.
-
-    Servers store each shard as it is when the request arrives, with the replicas' clocks.
-    """
-    if ending:
-        return record.rounds
-    slowest = min(clocks.get(replica, 0) for replica in range(int(record.config["replicas"])))
-    return min(max(last, slowest), record.rounds - 1)
-
-
-# ---- the duty ----
 
 
 @dataclass(slots=True)
@@ -124,9 +89,19 @@ class SnapshotDuty:
         due = self.wanted or by_steps or by_time or self.held
         return (due and now >= self._not_before) or (ending and not self.final and not self.held)
 
-    def next_version(self, record: JobRecord, furthest: int, rule: VersionRule, *, ending: bool) -> int:
-        """The version of the next snapshot, by the job's `rule`."""
-        return rule(record, furthest, self.last[0], self._clocks, ending=ending)
+    def next_version(self, record: JobRecord, furthest: int, *, in_rounds: bool, ending: bool) -> int:
+        """The version of the next snapshot. `furthest` is the highest step reported.
+
+        Of a job `in_rounds`: one that no shard can be past yet, the same for all shards. Of a streaming job: the step
+        that every replica is known to have reached. It only names the snapshot: servers store each shard as it is when
+        the request arrives, with the replicas' clocks.
+        """
+        if in_rounds:
+            return min(furthest + CAPTURE_AHEAD, record.rounds)
+        if ending:
+            return record.rounds
+        slowest = min(self._clocks.get(replica, 0) for replica in range(int(record.config["replicas"])))
+        return min(max(self.last[0], slowest), record.rounds - 1)
 
     def begin(self, version: int, shards: Iterable[int], now: float, writers: Iterable[str] = ()) -> str:
         """Begin a snapshot of `version` by `writers`, which replaces the one in progress. Returns its id."""

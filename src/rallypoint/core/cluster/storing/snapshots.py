@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course, tunes_period
-from rallypoint.core.cluster.effects import Abort, Announce, Commit, Effect, PeriodTuned, TakeSnapshot, TellHeld
+from rallypoint.core.cluster.effects import Abort, Commit, Effect
 from rallypoint.core.cluster.evaluations import awaits_decision, known_version, version_to_capture
 from rallypoint.core.cluster.state import Origin, Phase
-from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty, SnapshotInProgress
+from rallypoint.core.cluster.storing.snapshot_duty import CAPTURE_AHEAD, SnapshotDuty, SnapshotInProgress
+from rallypoint.core.protocol import Capture, Held, Say, SnapshotEvery
 
 _NO_FIRST = (
     "version 0 is not stored, so the job computes without a snapshot to go back to: until one is stored, a loss of "
@@ -97,28 +98,26 @@ class Snapshots:
         return [*([] if lost is None else self._lost(lost)), *self.take_if_due()]
 
     def take_if_due(self) -> list[Effect]:
-        """Begin a snapshot if one is due."""
         course = self.course
         if not course.begun or course.phase is not Phase.RUNNING or not course.terms.snapshots:
             return []
-        assert course.record is not None
         said = ""
         if tunes_period(course):
             said = course.tuned_period.look(course.furthest, course.now, taking=self.duty.taking is not None)
-        chosen: list[Effect] = [Announce(said), PeriodTuned(course.tuned_period.seconds)] if said else []
-        ending, lead = course.view is not None and course.view.orders.ending, course.strategies.snapshot_lead
+        chosen: list[Effect] = [Say(said), SnapshotEvery(course.tuned_period.seconds)] if said else []
+        ending = self._ending
         due = self.duty.is_due(
-            course.record, course.furthest, course.now, period=course.snapshot_period, ending=ending, lead=lead
+            course.job, course.furthest, course.now, period=course.snapshot_period, ending=ending, lead=self._lead
         )
-        soon = self.duty.taking is None and self._evaluated_soon(lead)
+        soon = self.duty.taking is None and self._evaluated_soon()
         if due and not (self.duty.wanted or self.duty.held or ending):  # only the period asks for it
             due = self._next_version() > self.duty.last[0]  # while the job is paused, there is none
         return [*chosen, *(self.take() if due or soon else [])]
 
-    def _evaluated_soon(self, lead: int) -> bool:
+    def _evaluated_soon(self) -> bool:
         """True if it is time to ask for a snapshot of the next version that is evaluated, because the best is kept."""
         version = version_to_capture(self.course)
-        return version is not None and version <= known_version(self.course) + lead
+        return version is not None and version <= known_version(self.course) + self._lead
 
     def take(self) -> list[Effect]:
         """Begin a snapshot now; if one of its writers is not connected yet, as soon as it is."""
@@ -136,23 +135,21 @@ class Snapshots:
     def _next_version(self) -> int:
         """The version of a snapshot that is asked for now."""
         course = self.course
-        assert course.record is not None
         assert course.view is not None
-        rule = course.strategies.snapshot_version
-        version = self.duty.next_version(course.record, course.furthest, rule, ending=course.view.orders.ending)
+        in_rounds, ending = course.strategies.in_rounds, course.view.orders.ending
+        version = self.duty.next_version(course.job, course.furthest, in_rounds=in_rounds, ending=ending)
         version, evaluated = min(version, course.last), version_to_capture(course)
         if course.views.orders.paused is not None:
             version = min(version, max(course.views.orders.paused, course.known))  # no later one is made for now
-        if evaluated is not None and (version > evaluated or self._evaluated_soon(course.strategies.snapshot_lead)):
+        if evaluated is not None and (version > evaluated or self._evaluated_soon()):
             version = evaluated  # nobody is past it: see `Lease.until`
         return version
 
     def capture(self, version: int, writers: Sequence[str]) -> list[Effect]:
         """Begin a snapshot of `version`, which replaces the one in progress, and ask `writers` for their parts."""
-        assert self.course.record is not None
         self.course.evaluations.asked = max(self.course.evaluations.asked, version)
-        shards = (shard.index for shard in self.course.record.layout.shards)
-        return [TakeSnapshot(self.duty.begin(version, shards, self.course.now, writers), version, tuple(writers))]
+        shards = (shard.index for shard in self.course.job.layout.shards)
+        return [Capture(self.duty.begin(version, shards, self.course.now, writers), version, tuple(writers))]
 
     def _may_be_stored(self, version: int, missed: Sequence[str]) -> bool:
         has_come = self._ending or version <= max(self.course.furthest, self.course.applied + 1)  # members have it
@@ -178,7 +175,7 @@ class Snapshots:
 
     def _lost(self, event: events.SnapshotLost) -> list[Effect]:
         version = self.duty.lost(event.passed, self.course.now)
-        if event.passed > self._last_version and self._ending and self.course.views.orders.stop is not None:
+        if event.passed > self.course.last and self._ending and self.course.views.orders.stop is not None:
             return self.course.end(Abort(
                 f"all workers have left their loops in the middle of a step, and a part of version {event.passed} "
                 "exists already: call run.stop() instead, and let the loop end by itself"
@@ -186,15 +183,14 @@ class Snapshots:
         if event.passed >= 0:
             # One server's word: like a report, it proves at most one step after what is known. If it has passed more,
             # the next request fails too, and this goes on until the servers' other words are here.
-            assert self.course.record is not None
-            passed = min(event.passed, self.course.record.rounds)
+            passed = min(event.passed, self.course.job.rounds)
             self.course.furthest = max(self.course.furthest, self.course.reached_by(passed))
             return []
         if self._at_the_end(version) and self._ending:
             return self._hold(event.reason)
-        said: list[Effect] = [Announce(f"snapshot {event.snapshot} could not be taken: {event.reason}")]
+        said: list[Effect] = [Say(f"snapshot {event.snapshot} could not be taken: {event.reason}")]
         if not self.course.begun:
-            said.append(Announce(_NO_FIRST))
+            said.append(Say(_NO_FIRST))
             self.duty.wanted = True
             self._begin()
         return said
@@ -203,8 +199,8 @@ class Snapshots:
         """The last version could not be stored: keep it in memory until it is, or until the user lets the job end."""
         if not self.duty.hold():
             return []
-        return [TellHeld(
-            f"version {self._last_version}, the last, is not stored ({reason}). {self.holders} hold it in memory and "
+        return [Held(
+            f"version {self.course.last}, the last, is not stored ({reason}). {self.holders} hold it in memory and "
             "wait: make room, it is tried again. Ctrl-C ends the job without it; scripts then go on, and may save the "
             "model"
         )]  # fmt: skip
@@ -237,8 +233,9 @@ class Snapshots:
         return self.course.view is not None and self.course.view.orders.ending
 
     @property
-    def _last_version(self) -> int:
-        return self.course.last
+    def _lead(self) -> int:
+        """So many steps before its version a snapshot is asked for."""
+        return CAPTURE_AHEAD if self.course.strategies.in_rounds else 0
 
     def _begin(self) -> None:
         """Let the workers compute: the first weights are stored, or cannot be."""

@@ -8,13 +8,11 @@ from collections.abc import Callable
 
 from rallypoint.core.protocol import Hello, Ordered, Pause, SnapshotWanted
 from rallypoint.testing.simulation.member import COORDINATOR, Given
-from rallypoint.testing.simulation.network import Node
+from rallypoint.testing.simulation.network import Fault, Node
 
 _LOOK_S = 20.0  # how often an operator looks whether the job is paused though it was let go on
 # A kind of fault that is none: it is an order.
 PAUSE = "the operator pauses"
-
-Event = tuple[float, str, str, float]  # the fields of `simulation.plan.Fault`
 
 # While the job is paused, most of all: what must not be forgotten, and what goes back.
 _IN_A_PAUSE = (
@@ -24,15 +22,15 @@ _IN_A_PAUSE = (
 )  # fmt: skip
 
 
-def pauses(seed: int, *, kills: bool) -> list[Event]:
+def pauses(seed: int, *, kills: bool) -> tuple[Fault, ...]:
     """Up to three pauses; with `kills`, faults strike in them."""
-    rng, events = random.Random(seed * 7919 + 14), list[Event]()
+    rng, events = random.Random(seed * 7919 + 14), list[Fault]()
     for _ in range(rng.randint(1, 3)):
         at, seconds = rng.uniform(0.6, 3.5), rng.uniform(0.3, 5.0)
-        events.append((at, PAUSE, "operator", seconds))
+        events.append(Fault(at, PAUSE, "operator", seconds))
         for kind, role in rng.sample(_IN_A_PAUSE, rng.randint(0, 3)) if kills else ():
-            events.append((at + rng.uniform(0.0, seconds), kind, role, rng.uniform(0.1, 5.0)))
-    return events
+            events.append(Fault(at + rng.uniform(0.0, seconds), kind, role, rng.uniform(0.1, 5.0)))
+    return tuple(events)
 
 
 class Operators:

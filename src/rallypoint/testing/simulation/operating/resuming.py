@@ -19,10 +19,11 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.store.manifest import Manifest
 from rallypoint.store.snapshots import order
 from rallypoint.testing.simulation.coordinator import Disk
+from rallypoint.testing.simulation.network import Fault
 from rallypoint.testing.simulation.store import SimulatedStore
 
 if TYPE_CHECKING:
-    from rallypoint.testing.simulation.plan import Fault, Plan
+    from rallypoint.testing.simulation.plan import Plan
     from rallypoint.testing.simulation.run import Simulation
 
 RESUME = "everybody is killed, and the job resumed"  # a kind of fault
@@ -39,34 +40,29 @@ COME_S = 1.5  # members come within so many seconds
 KEEP = 2  # so many snapshots are kept
 
 
-def resumes(seed: int) -> list[tuple[float, str, str, float]]:
-    """When a job of this seed is resumed, and how: the fields of `simulation.plan.Fault`; in place of seconds the least
-    version of the snapshot, which is waited for."""
-    rng = random.Random(seed * 7919 + 18)
-    times = sorted(rng.uniform(0.7, 4.5) for _ in range(rng.choice([1, 1, 1, 2])))
-    return [(at, RESUME, rng.choice(WAYS), rng.choice([0, 1, 2, 3])) for at in times]
-
-
-def later(rng: random.Random, *, kills: bool) -> Iterator[tuple[float, str, str, float]]:
+def later(rng: random.Random, *, kills: bool) -> Iterator[Fault]:
     """What happens after the job is resumed: the coordinator dies while members gather, most of all."""
     for _ in range(rng.randint(1, 3)):
-        yield rng.uniform(0.0, COME_S), "crash", "coordinator", rng.uniform(0.1, 1.5)
+        yield Fault(rng.uniform(0.0, COME_S), "crash", "coordinator", rng.uniform(0.1, 1.5))
     for _ in range(rng.randint(0, 2)):
-        yield rng.uniform(COME_S, 5.0), "crash", "coordinator", rng.uniform(0.1, 2.0)
+        yield Fault(rng.uniform(COME_S, 5.0), "crash", "coordinator", rng.uniform(0.1, 2.0))
     for role in ("server", "worker") if kills else ():
         if rng.random() < 0.3:
-            yield rng.uniform(0.0, 4.0), "crash", role, rng.uniform(0.1, 5.0)
+            yield Fault(rng.uniform(0.0, 4.0), "crash", role, rng.uniform(0.1, 5.0))
 
 
 def resumed(plan: Plan) -> Plan:
-    """The plan with snapshots early enough. A replica's own optimizer, and what it has gone ahead, are in none."""
-    from rallypoint.testing.simulation.plan import Fault
+    """The plan with snapshots early enough. A replica's own optimizer, and what it has gone ahead, are in none.
 
+    The role of a fault is who resumes; its seconds are the least version of the snapshot, which is waited for.
+    """
     job = replace(plan.job, loses_states=True) if plan.job.keeps_inner or plan.job.delayed else plan.job
     steps = random.Random(plan.seed * 7919 + 19).choice([1, 1, 2, plan.terms.snapshot_steps])
     terms = msgspec.structs.replace(plan.terms, snapshot_steps=steps)
-    faults = (*plan.faults, *(Fault(*event) for event in resumes(plan.seed)))
-    return replace(plan, job=job, terms=terms, faults=faults)
+    rng = random.Random(plan.seed * 7919 + 18)
+    times = sorted(rng.uniform(0.7, 4.5) for _ in range(rng.choice([1, 1, 1, 2])))
+    faults = (Fault(at, RESUME, rng.choice(WAYS), rng.choice([0, 1, 2, 3])) for at in times)
+    return replace(plan, job=job, terms=terms, faults=(*plan.faults, *faults))
 
 
 @dataclass
@@ -108,7 +104,7 @@ class Resuming:
             for _ in range(count):
                 world.at(world.random.uniform(0.0, COME_S), start)
         for event in later(world.random, kills=plan.kills):
-            world.at(event[0], lambda event=event: played.strike(type(fault)(*event)))  # type: ignore[misc]
+            world.at(event.at, lambda event=event: played.strike(event))  # type: ignore[misc]
 
     def check(self, journal: ClusterState | None, machine: ClusterMachine) -> None:
         """AssertionError if a coordinator that the same command starts goes back behind the journal of its job."""

@@ -92,7 +92,6 @@ class Undisturbed:
 
     @property
     def end(self) -> int:
-        """The job's last version."""
         return self._steps if self.decided.stop is None else min(self._steps, self.decided.stop.version)
 
     def evaluated(self, version: int, model: Sequence[Any]) -> None:
