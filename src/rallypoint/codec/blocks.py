@@ -24,20 +24,22 @@ from rallypoint.errors import ConfigError
 
 # ---- Raw fp32, and rounding every word to 16 bits ----
 
+BF16 = 2  # the code of bfloat16
+
 
 class CastCodec(PieceCodec):
     """Words in another floating-point format: 2 or 4 bytes each, NaN and infinities included.
 
     Rounds to nearest, ties to even: the error is at most 2^-11 (fp16) or 2^-8 (bf16) of the value in the normal range.
-    A value beyond the format's largest (65504 in fp16) becomes an infinity, which the servers then see. `raw_codec`,
-    `fp16_codec` and `bf16_codec` make the three existing ones. Scratch: one piece.
+    A value beyond the format's largest (65504 in fp16) becomes an infinity, which the servers then see. In fp32
+    nothing is lost. Scratch: one piece.
     """
 
     carries_nonfinite = True
 
-    def __init__(self, code: int, dtype: torch.dtype, scratch: Scratch | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
-        self.code = code
+        self.code = {torch.float32: 0, torch.float16: 1, torch.bfloat16: BF16}[dtype]
         self.lossless = dtype is torch.float32
         self._dtype = dtype
 
@@ -57,24 +59,6 @@ class CastCodec(PieceCodec):
         for start, stop in pieces(into.numel()):
             into[start:stop].add_(body.view(self._dtype)[start:stop])
         return None
-
-
-def raw_codec(scratch: Scratch | None = None) -> CastCodec:
-    """fp32 as it is: 4 bytes a word, lossless, code 0."""
-    return CastCodec(0, torch.float32, scratch)
-
-
-def fp16_codec(scratch: Scratch | None = None) -> CastCodec:
-    """IEEE half precision: 2 bytes a word, code 1."""
-    return CastCodec(1, torch.float16, scratch)
-
-
-BF16 = 2
-
-
-def bf16_codec(scratch: Scratch | None = None) -> CastCodec:
-    """bfloat16: 2 bytes a word, fp32's range, code 2."""
-    return CastCodec(BF16, torch.bfloat16, scratch)
 
 
 # ---- Small integers with one fp32 scale for each block: int8 and int4 ----
