@@ -1,6 +1,6 @@
 """Checks the values of settings: each by itself, and that they make sense together. Each error says what to write.
 
-`check_values` serves the command line, before anything starts; `wrong_value` the complete tree on every member.
+`wrong_value` serves the command line, before anything starts, and the complete tree on every member.
 """
 
 from __future__ import annotations
@@ -167,19 +167,11 @@ _WHY = {
 }
 
 
-def check_values(overrides: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a value that no setting of that name can have: ``steps=lots``, ``clip=nan``.
-
-    A part without a `type` has the settings of any type that the script may have chosen.
-    """
-    if sentence := wrong_value(overrides, partial=True):
-        raise ConfigError(sentence)
-
-
 def wrong_value(settings: Mapping[str, Any], *, partial: bool = False) -> str:
     """Return the sentence about the first value in `settings` that its setting cannot have; "" if there is none.
 
-    `settings` is plain data. With `partial`, what is missing comes from elsewhere. Unknown names are not looked at.
+    `settings` is plain data. With `partial`, what is missing comes from elsewhere, and a part without a `type` has the
+    settings of any type that the script may have chosen. Unknown names are not looked at.
     """
     return _in_struct(settings, [JobConfig], "", partial)
 
