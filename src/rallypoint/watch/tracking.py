@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import html
 import importlib.util
@@ -11,7 +10,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rallypoint.errors import UsageError, to_install
-from rallypoint.own_files import lock_within, opened, read_file
+from rallypoint.own_files import held, opened, read_file
 from rallypoint.watch.follow import Event, Log, check_log
 from rallypoint.watch.state import EVALUATION, RunState
 
@@ -107,7 +106,12 @@ def track(
     same now, and what the tracker raises.
     """
     check_log(folder)
-    with _alone(place):
+    # Else each step would be there twice
+    taken = UsageError(
+        f"another process writes {place.parent} for the same tracker already, as `rallypoint run --track` does: there "
+        "is nothing left to do"
+    )
+    with held(place.parent, place.with_suffix(".lock").name, PREDECESSOR_S, lambda _: taken):
         log, before = Log(folder), _position(place)
         tracked = _Tracked(tracker, facts)
         while True:
@@ -148,23 +152,6 @@ class _Tracked:
             if version == step:  # the evaluation of the version that the step begins with is not void
                 self.tracker.log(version, {f"{EVALUATION}{name}": value for name, value in results.items()})
         self.tracker.log(*self.run.row)
-
-
-@contextlib.contextmanager
-def _alone(place: Path) -> Iterator[None]:
-    """In the body no other process writes the same: each step would be there twice. UsageError if one does not end."""
-    with opened(place.parent) as folder:
-        lock = folder.lock_file(place.with_suffix(".lock").name)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            if not lock_within(lock, PREDECESSOR_S, _LOOK_S):
-                raise UsageError(
-                    f"another process writes {place.parent} for the same tracker already, as `rallypoint run --track` "
-                    "does: there is nothing left to do"
-                )
-        yield
-    finally:
-        os.close(lock)
 
 
 def _position(place: Path) -> Position:
