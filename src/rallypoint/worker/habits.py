@@ -49,7 +49,10 @@ class Habits:
         self._micro, self.backward_at = micro, ""
         if not self._thread:
             self._thread = threading.get_ident()
-            _watch(self._thread, self)
+            with _changing:
+                _watched[self._thread] = self
+                if not _restore:
+                    _replace()
 
     @contextmanager
     def ours(self) -> Iterator[None]:
@@ -67,7 +70,11 @@ class Habits:
     def leave(self) -> None:
         """The run is over."""
         if self._thread:
-            _unwatch(self._thread, self)
+            with _changing:
+                if _watched.get(self._thread) is self:
+                    del _watched[self._thread]
+                while not _watched and _restore:
+                    _restore.pop()()
             self._thread = 0
 
     def clips(self, name: str, parameters: list[torch.Tensor], *, measures: bool) -> None:
@@ -179,21 +186,6 @@ def _tensors_in(given: Any) -> list[torch.Tensor]:
 _changing = threading.Lock()
 _watched: dict[int, Habits] = {}  # by the script's thread
 _restore: list[Callable[[], None]] = []
-
-
-def _watch(thread: int, habits: Habits) -> None:
-    with _changing:
-        _watched[thread] = habits
-        if not _restore:
-            _replace()
-
-
-def _unwatch(thread: int, habits: Habits) -> None:
-    with _changing:
-        if _watched.get(thread) is habits:
-            del _watched[thread]
-        while not _watched and _restore:
-            _restore.pop()()
 
 
 def _here() -> Habits | None:
