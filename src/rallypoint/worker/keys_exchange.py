@@ -296,7 +296,7 @@ class KeyExchange:
         self.arrivals = KeyArrivals(self)
         self._sends = Sends(self.machine, self._links, self.answers, self.changed)
 
-    # ---- messages of the coordinator, on its link's thread: see `DataPlane` ----
+    # ---- messages of the coordinator, on its link's thread ----
 
     @property
     def view(self) -> View:
