@@ -68,10 +68,10 @@ from rallypoint.worker.membership import Stopping
 from rallypoint.worker.ranks.followers import RankFollowers
 from rallypoint.worker.ranks.run import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
-from rallypoint.worker.ranks.watch import cause_of, watch_of
+from rallypoint.worker.ranks.watch import RankWatch, cause_of
 from rallypoint.worker.sources.hooks import DeltaSource, Staging, staging_for
 from rallypoint.worker.sources.local import source_for
-from rallypoint.worker.sources.streamed import FirstValues, Init, prepare, streamed_for
+from rallypoint.worker.sources.streamed import FirstValues, Init, StreamedParameters, prepare
 from rallypoint.worker.tensors import ModelTensors, TrainSettings
 
 # ---- What a run begins with where its script does not say it ----
@@ -158,7 +158,8 @@ class Job:
         self._link.start()
         torch.set_num_threads(self._link.welcome.threads)
         self.welcome, self.stopping, self.started = self._link.welcome, self._stopping, self._link.welcome.workers
-        self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
+        board = None if group is None else group.board
+        self._watch = None if board is None else RankWatch(board, id, self.welcome.heartbeat, self._say)
 
     def train(
         self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
@@ -198,10 +199,8 @@ class Job:
         lead = None if self._group is None else Lead(self._group, config, model, parallel, folder, carry)
         made = prepare(model, config, init)
         tensors = ModelTensors(model, config, made, carry) if lead is None else lead.tensors(data.dataset)
-        batches = (
-            MicroBatches(data.dataset, config, tensors.device, data.collate, loader=data.loader) if lead is None
-            else lead.batches(data)
-        )  # fmt: skip
+        part = (0, 1) if lead is None else lead.part
+        batches = MicroBatches(data.dataset, config, tensors.device, data.collate, part, data.loader)
         optimizer = worker_optimizer(tensors, config, own, schedules)
         identity = identity_of(data.dataset)
         record = record_of(
@@ -236,9 +235,9 @@ class Job:
             say=self._say, reports=self._reports, optimizer=optimizer, stopping=self._stopping,
             followers=RankFollowers() if lead is None else lead.followers, leases=lead is None and record.leases,
             decides_not=record.refusal_of({Feature.DECIDES, *of_ranks}),
-            streamed=streamed_for(
+            streamed=StreamedParameters(
                 model, tensors, exchange, FirstValues(model, tensors, made, config.seed, init), self._say
-            ),
+            ) if exchange.streamed else None,
         ))  # fmt: skip
         return self._run
 

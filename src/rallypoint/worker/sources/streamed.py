@@ -549,10 +549,3 @@ class StreamedParameters:
         if isinstance(kept, torch.Tensor):
             return kept
         return torch.as_strided(self._use(kept.index), kept.size, kept.stride, kept.offset)
-
-
-def streamed_for(
-    model: torch.nn.Module, tensors: ModelTensors, exchange: Exchange, first: FirstValues, say: Callable[[str], None]
-) -> StreamedParameters | None:
-    """Return the streamed parameters of a model; None where workers hold them."""
-    return StreamedParameters(model, tensors, exchange, first, say) if exchange.streamed else None
