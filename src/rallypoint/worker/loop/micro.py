@@ -25,7 +25,7 @@ from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.habits import by_the_job, reached
-from rallypoint.worker.loop.guard import ModelGuard, NoGuard, Parts
+from rallypoint.worker.loop.guard import BufferGuard, Parts
 from rallypoint.worker.precision import HeldParameters
 from rallypoint.worker.ranks.followers import Logged, is_number
 from rallypoint.worker.tensors import Carry, ModelTensors, late_kind
@@ -212,7 +212,7 @@ class EarlyForward:
         inside: the script is inside of ``with micro:``, so a stale forward pass can be unwound.
     """
 
-    def __init__(self, parts: Parts, guard: ModelGuard | NoGuard, versions: BufferVersions) -> None:
+    def __init__(self, parts: Parts, guard: BufferGuard, versions: BufferVersions) -> None:
         self.inside = False
         self._parts, self._guard, self._versions = parts, guard, versions
         self._forward, self._tensors = parts.exchange.forward, parts.tensors
