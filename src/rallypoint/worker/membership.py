@@ -91,12 +91,6 @@ class Stopping:
         needed = exchange.step if exchange.end.computes() else version
         self.say(version, exchange.end.generation, left=needed)
 
-    def cannot_compute(self, exchange: Exchange, step: int) -> None:
-        """Main thread: this worker should compute `step`, after its script has left the loop: wait until others have.
-        """
-        self.say(step + 1, exchange.end.generation, left=step)
-        exchange.end.wait_for_others()
-
     def adopted(self, view: View) -> None:
         """A view has come: in a new generation, nothing is done, and the coordinator has to be told again."""
         with self._lock:

@@ -151,10 +151,6 @@ class RowPull:
         """True when there is nothing left to wait for."""
         return self.outdated or len(self.got) == len(self.wanted)
 
-    def version_of(self, shard: int) -> int:
-        """The shard's own version that is wanted."""
-        return self.own.get(shard, self.version)
-
     def unasked(self, view: ViewNumber, homes: Mapping[int, str], connections: Mapping[str, int]) -> Iterator[int]:
         """The shards whose primary is connected and was not asked under this view and over this connection."""
         for shard in self.missing:
@@ -288,7 +284,7 @@ class RowPulls:
         pull.ask(shard, shell.number, home, shell.links.connections[home])
         payload = pull.wanted[shard][0]
         header = Header(
-            Kind.PULL_ROWS, shell.number, shard=shard, step=pull.version_of(shard), base=pull.number,
+            Kind.PULL_ROWS, shell.number, shard=shard, step=pull.own.get(shard, pull.version), base=pull.number,
             length=len(payload), flags=NEWEST if pull.newest else 0,
         )  # fmt: skip
         if (link := self._links.get(home)) is not None:

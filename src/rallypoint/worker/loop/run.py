@@ -600,7 +600,8 @@ class Run:
         stopping.leave(self._exchange, f"the loop was left at step {self._config.steps_at(round)}", own=own)
         while (action := self._next_action(early=False)) is not None:
             if isinstance(action, machine.Compute):
-                stopping.cannot_compute(self._exchange, action.step)
+                stopping.say(action.step + 1, self._exchange.end.generation, left=action.step)
+                self._exchange.end.wait_for_others()
             else:
                 self._do(action)
         self._end()
