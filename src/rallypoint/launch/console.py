@@ -483,7 +483,16 @@ class RunConsole:
     def _begin(self, plan: Planned) -> None:
         self._start = time.monotonic()
         if self.state.of_sums:
-            self._sums_begin(plan)
+            self.console.print(
+                f"sums of {counted(len(plan.workers), 'worker')} on {counted(len(plan.servers), 'server')}; the "
+                "scripts decide when they end"
+            )
+            self._recent.append((self._start, 0))
+            self._last_plain = self._start
+            if self.console.is_terminal:
+                self._progress = Progress(TextColumn("{task.description}"), console=self.console, transient=True)
+                self._task = self._progress.add_task("0 sums", total=None)
+                self._progress.start()
             return
         replica = "contributor" if plan.loss == "never" else "replica"
         words = f"{plan.words:,}" if plan.words < 100_000 else f"{plan.words / 1e6:,.2f} M"
@@ -499,18 +508,6 @@ class RunConsole:
             self._task = self._progress.add_task(
                 "train", total=plan.steps or None, completed=plan.done, loss="-", metrics="", rate=""
             )
-            self._progress.start()
-
-    def _sums_begin(self, plan: Planned) -> None:
-        self.console.print(
-            f"sums of {counted(len(plan.workers), 'worker')} on {counted(len(plan.servers), 'server')}; the scripts "
-            "decide when they end"
-        )
-        self._recent.append((self._start, 0))
-        self._last_plain = self._start
-        if self.console.is_terminal:
-            self._progress = Progress(TextColumn("{task.description}"), console=self.console, transient=True)
-            self._task = self._progress.add_task("0 sums", total=None)
             self._progress.start()
 
     def _sums_made(self, script: ScriptAt) -> None:

@@ -322,19 +322,15 @@ class KeyExchange:
                     self.table.end(server)
                     self.machine.link_lost(server)
                 if before is not None and before.generation != view.generation:
-                    self._roll_back(view)
+                    self.rolled_back += 1
+                    self.answers.asked.clear()  # it has no answer any more
+                    self.answers.with_push.clear()
+                    self._sends.clear(keep_first=not view.origin)
                 self._sends.outgoing.extend(self.machine.adopt(view))
                 new = self.table.to_open(view)
                 self.changed.notify_all()
             self._sends.run_all()
             self._links.open(new, self.arrivals, view)
-
-    def _roll_back(self, view: View) -> None:
-        """Nothing of the generation before leaves any more, but first values if there is no snapshot to go back to."""
-        self.rolled_back += 1
-        self.answers.asked.clear()  # it has no answer any more
-        self.answers.with_push.clear()
-        self._sends.clear(keep_first=not view.origin)
 
     def assist(self, step: int, replica: int) -> None:
         """There are no backup tasks in a store."""

@@ -453,14 +453,11 @@ class RayCluster(Cluster):
             time.sleep(_POLL_S)
         if time.monotonic() - self._looked > _LOOK_S:
             self._looked = time.monotonic()
-            self._forget_the_ended()
+            with self._lock:  # else one that is being started would be lost
+                self._processes = [process for process in self._processes if process.exit() is None]
             self._drain()
             self._servers_first()
             self._name_those_that_wait()
-
-    def _forget_the_ended(self) -> None:
-        with self._lock:  # else one that is being started would be lost
-            self._processes = [process for process in self._processes if process.exit() is None]
 
     def _answered(self, process: RayProcess, answer: Any) -> None:
         """The actor has answered, or is gone."""

@@ -211,10 +211,23 @@ class ModelGuard(BufferGuard):
             self._unread.append((step, comparison))
             self.read(wait=not late)
         elif self._versions != [tensor._version for tensor in self._tensors]:
-            self._refuse_writing(step)
+            for name, tensor, before in zip(self._named, self._tensors, self._versions, strict=True):
+                if tensor._version != before:
+                    raise UsageError(self._written(name, step))
         if self._registered:
             self._registered = False
-            self._look_for_new(step)
+            for name, parameter in self._model.named_parameters():
+                if id(parameter) not in self._known:
+                    raise UsageError(
+                        f"parameter {name} came into the model after job.train (seen at step {step}), so it would not "
+                        "be trained: build all layers before job.train (one that forward makes: run one batch first)"
+                    )
+            for name, tensor in self._named.items():
+                if (tensor.device, tensor.dtype) != self._places[name]:
+                    raise UsageError(
+                        f"parameter {name} was moved or cast to {tensor.device}, {tensor.dtype} after job.train: do "
+                        "that before"
+                    )
         self._look_for_buffers(step)
         for owner, leaf, tensor in self._buffers:
             if _bound(owner, leaf) is not tensor:
@@ -248,11 +261,6 @@ class ModelGuard(BufferGuard):
                     "its own; a layer that is only to move slowly gets rp.Group(match=..., lr_scale=...)"
                 )
 
-    def _refuse_writing(self, step: int) -> None:
-        for name, tensor, before in zip(self._named, self._tensors, self._versions, strict=True):
-            if tensor._version != before:
-                raise UsageError(self._written(name, step))
-
     def _written(self, name: str, step: int) -> str:
         if not self._named[name].requires_grad:
             return (
@@ -274,20 +282,6 @@ class ModelGuard(BufferGuard):
             "(torch.nn.utils.parametrize; not max_norm), evaluate and average on a copy (copy.deepcopy(model)), "
             "or give sync=rp.AllReduce() an own_optimizer whose step() does it"
         )
-
-    def _look_for_new(self, step: int) -> None:
-        for name, parameter in self._model.named_parameters():
-            if id(parameter) not in self._known:
-                raise UsageError(
-                    f"parameter {name} came into the model after job.train (seen at step {step}), so it would not be "
-                    "trained: build all layers before job.train (one that forward makes: run one batch first)"
-                )
-        for name, tensor in self._named.items():
-            if (tensor.device, tensor.dtype) != self._places[name]:
-                raise UsageError(
-                    f"parameter {name} was moved or cast to {tensor.device}, {tensor.dtype} after job.train: do that "
-                    "before"
-                )
 
     def _take_back(self, owner: torch.nn.Module, leaf: str, tensor: torch.Tensor) -> None:
         """A module has replaced a buffer by a new tensor: copy its values into the tensor that the job shares."""

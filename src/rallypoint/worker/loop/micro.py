@@ -59,7 +59,15 @@ class BufferVersions:
             return
         if optimizer is None:
             if self._updates >= 0:
-                self._go_back_to_the_first()
+                if self._updates > 0:
+                    raise JobAborted(NO_SNAPSHOT)
+                if self._parts.config.down != Raw():
+                    raise JobAborted(
+                        "the servers' state is lost, and here the first weights are rounded, as `down` sends them: "
+                        "start again"
+                    )
+                self._parts.source.show_version()
+                self.restore_buffers()
             first = _only_buffers(tensors) if exchange.in_place.parameters else tensors.part
             exchange.initialise(first)
             return
@@ -69,17 +77,6 @@ class BufferVersions:
         else:
             self.restore_buffers()
         exchange.initialise(tensors.part, optimizer.record)
-
-    def _go_back_to_the_first(self) -> None:
-        """The model has had a version, and may have computed since."""
-        if self._updates > 0:
-            raise JobAborted(NO_SNAPSHOT)
-        if self._parts.config.down != Raw():
-            raise JobAborted(
-                "the servers' state is lost, and here the first weights are rounded, as `down` sends them: start again"
-            )
-        self._parts.source.show_version()
-        self.restore_buffers()
 
     def install(self, version: int) -> ViewNumber | None:
         """Copy a version from the exchange buffer into the model. Returns the generation in which the model holds it.

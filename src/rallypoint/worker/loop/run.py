@@ -129,7 +129,14 @@ class Passes(Loop):
     ) -> None:
         """The gradients of those before it are kept."""
         if not last or micro.losses is not None:
-            self._check_several(micro)
+            where = f"step {micro.step}, replica {micro.replica}"
+            if self._streamed is not None:
+                raise UsageError(
+                    f'{where}: micro.backward(more=True) with parameters="streamed" is not supported: gradients leave '
+                    "as they are made; add the losses"
+                )
+            if not self._parts.alone:
+                raise UsageError(f"{where}: micro.backward(more=True) is for workers of one process: add the losses")
         if self._early.finish(loss):
             self._installed_early(micro.step)
         if micro.index == 0 and micro.losses is None:
@@ -147,16 +154,6 @@ class Passes(Loop):
             with by_the_job():
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._parts.source.end_backward()
-
-    def _check_several(self, micro: Micro) -> None:
-        where = f"step {micro.step}, replica {micro.replica}"
-        if self._streamed is not None:
-            raise UsageError(
-                f'{where}: micro.backward(more=True) with parameters="streamed" is not supported: gradients leave as '
-                "they are made; add the losses"
-            )
-        if not self._parts.alone:
-            raise UsageError(f"{where}: micro.backward(more=True) is for workers of one process: add the losses")
 
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
         if self._own:

@@ -53,7 +53,13 @@ class SpreadModel:
         self.group, self.model = group, model
         _check(model, parallel)
         held, self._tensors = held_of(model)
-        self._check_memory()
+        own = {name: local_of(tensor) for name, tensor in self._tensors.items()}
+        parameters = {name for name, tensor in self._tensors.items() if isinstance(tensor, torch.nn.Parameter)}
+        trained = {name for name in parameters if self._tensors[name].requires_grad}
+        frozen = {name: own[name] for name in own if name in parameters - trained}
+        buffers = {name: own[name] for name in own if name not in parameters}
+        check_kept(frozen, buffers)
+        check_apart({name: own[name] for name in own if name in trained}, {**frozen, **buffers})
         self.part = data_part(parallel.mesh, parallel.dimensions)
         check_data_parallel(self._tensors, parallel.dimensions)
         holdings = [
@@ -70,15 +76,6 @@ class SpreadModel:
         first = next(iter(self._tensors.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
         self._buffers_at_start: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def _check_memory(self) -> None:
-        own = {name: local_of(tensor) for name, tensor in self._tensors.items()}
-        parameters = {name for name, tensor in self._tensors.items() if isinstance(tensor, torch.nn.Parameter)}
-        trained = {name for name in parameters if self._tensors[name].requires_grad}
-        frozen = {name: own[name] for name in own if name in parameters - trained}
-        buffers = {name: own[name] for name in own if name not in parameters}
-        check_kept(frozen, buffers)
-        check_apart({name: own[name] for name in own if name in trained}, {**frozen, **buffers})
 
     def _order(self, unsharded: torch.nn.Module | None) -> list[str]:
         """Return the names of the whole model's tensors; [] if it was not given. All ranks compare theirs."""
