@@ -443,11 +443,12 @@ class Loop:
         return ""
 
     def carried_micro(self, micro: Micro) -> Carry:
-        """Return what the micro-batch's replica carries."""
-        raise NotImplementedError
+        """Return what the micro-batch's replica carries. Raises UsageError where none may carry anything."""
+        raise UsageError("micro.carry is not supported together with --ranks")
 
     def carry_micro(self, micro: Micro, state: Carry) -> None:
-        """Set what the micro-batch's replica carries."""
+        """Set what the micro-batch's replica carries. Raises UsageError like `carried_micro`."""
+        self.carried_micro(micro)
 
 
 class Micro:

@@ -35,10 +35,7 @@ class WorkerOptimizer:
     def __init__(self, tensors: ModelTensors, stepper: SpecifiedStepper | OwnStepper) -> None:
         self.version = -1
         self.means: dict[int, Pieces] = {}  # of a server of this process: see `optim.InPlace`
-        self._tensors, self._stepper = tensors, stepper
-
-    def settings_digest(self) -> str:
-        return self._stepper.settings_digest()
+        self._tensors, self._stepper, self.settings_digest = tensors, stepper, stepper.settings_digest
 
     def install(self, version: int, vector: torch.Tensor, states: Mapping[int, ShardRecord], *, skipped: bool) -> None:
         """Update the model to `version`.

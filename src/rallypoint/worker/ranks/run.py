@@ -90,13 +90,6 @@ class RankRun(Loop):
         """Raises UsageError: see `Run.stop_when`."""
         raise UsageError(f"{metric}: run.stop_when is not supported together with --ranks: call run.stop() instead")
 
-    def carried_micro(self, micro: Micro) -> Carry:
-        """Raises UsageError: rank 0 has refused ``carry=``."""
-        raise UsageError("micro.carry is not supported together with --ranks")
-
-    def carry_micro(self, micro: Micro, state: Carry) -> None:
-        self.carried_micro(micro)
-
     def every(self, steps: int) -> Callable[[_E], _E]:
         """Decorate an evaluation: it runs on all ranks of the worker that evaluates. See `Run.every`."""
         check_period(steps)
@@ -183,16 +176,13 @@ class RankRun(Loop):
     ) -> None:
         if not last:
             raise UsageError("micro.backward(more=True) is for workers of one process: add the losses")
-        self._count(loss, weight)
+        self.computed_micro(micro, loss, weight)
         with self._autocast.off():
             (loss / self.config.accumulate if self.config.accumulate > 1 else loss).backward(  # type: ignore[no-untyped-call]
                 retain_graph=retain_graph
             )
 
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
-        self._count(loss, weight)
-
-    def _count(self, loss: torch.Tensor | None, weight: float) -> None:
         self._computed, self._weight = self._computed + 1, weight
         if loss is not None:
             self._losses.append(whole_of(loss))
