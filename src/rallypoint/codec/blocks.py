@@ -80,6 +80,7 @@ class BlockCodec(PieceCodec):
 
     name: str
     largest_scale: float
+    word_bits: int
 
     def __init__(self, block: int, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
@@ -91,9 +92,9 @@ class BlockCodec(PieceCodec):
         """The number of blocks that `words` words take."""
         return -(-words // self.block)
 
-    @abstractmethod
     def _body_bytes(self, words: int) -> int:
         """The bytes of `words` words (whole blocks) without the scales."""
+        return words * self.word_bits // 8
 
     @abstractmethod
     def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
@@ -191,10 +192,7 @@ class Int8Codec(IntCodec):
 
     code = 3
     name = "int8"
-    levels = 127
-
-    def _body_bytes(self, words: int) -> int:
-        return words
+    levels, word_bits = 127, 8
 
     def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
         packed.view(torch.int8).copy_(self._quantise(padded, scales, bits))
@@ -213,10 +211,7 @@ class Int4Codec(IntCodec):
 
     code = 4
     name = "int4"
-    levels = 7
-
-    def _body_bytes(self, words: int) -> int:
-        return words // 2
+    levels, word_bits = 7, 4
 
     def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
         first, second = self._quantise(padded, scales, bits).chunk(2)
@@ -250,14 +245,11 @@ class SignCodec(BlockCodec):
 
     code = 7
     name = "sign"
-    largest_scale = _LARGEST
+    largest_scale, word_bits = _LARGEST, 1
 
     def __init__(self, block: int, scratch: Scratch | None = None) -> None:
         super().__init__(block, scratch)
         self._shifts = torch.arange(31, -1, -1, dtype=torch.int32, device="cpu")
-
-    def _body_bytes(self, words: int) -> int:
-        return words // 8
 
     def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
         magnitude = torch.abs(padded, out=self._scratch.floats(0, padded.numel())).view(-1, self.block)

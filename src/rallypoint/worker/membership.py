@@ -74,13 +74,6 @@ class Stopping:
                 self.say(version, exchange.end.generation)
             exchange.end.wait_until_known()
 
-    def heed_ranks(self, reason: str | None, exchange: Exchange) -> None:
-        """Main thread, in a worker of several ranks: heed what any of them has said of stopping the job."""
-        if reason is not None:
-            self.wish(reason)
-        with suppress(Rewound):  # the other ranks send their gradients first: `end_replica` raises it after that
-            self.heed(exchange)
-
     def leave(self, exchange: Exchange, reason: str, *, own: bool = False) -> None:
         """Main thread: the script has left its loop, for this reason if it gave no other.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -647,7 +647,10 @@ class Run:
                 yield from self._step(step, replica)
             self._followers.agree(self._passes.losses, self._passes.weights, self._passes.logged)
             if not self._parts.alone:
-                self._parts.stopping.heed_ranks(self._followers.stop(), self._exchange)
+                if (reason := self._followers.stop()) is not None:
+                    self._parts.stopping.wish(reason)
+                with suppress(Rewound):  # other ranks send their gradients first: `end_replica` raises it after that
+                    self._parts.stopping.heed(self._exchange)
             self._source.end_replica(replica)
         except Rewound:
             self._early.undo()
