@@ -183,7 +183,7 @@ def check_last(version: int, rounds: int) -> None:
 
 # ---- Forward passes that begin before all of their version is here: each module waits for its own parameters ----
 #
-# What stands for "its own": a parameter that is not installed yet is *late* (`module_hooks.py`). It is waited for when
+# What stands for "its own": a parameter that is not installed yet is *late* (`tensors.py`). It is waited for when
 # a module that has it runs, or when any torch function gets it as an argument, whichever comes first. So modules that
 # share a parameter, that run in another order than before or not at all, or that read another module's parameter, are
 # right.

@@ -208,7 +208,7 @@ def _check(model: torch.nn.Module) -> None:
 
 # ---- The streamed parameters of one model: each has values only while something uses it ----
 #
-# Between two uses a parameter has its shape and no memory. It is *late* then (`module_hooks.py`): a torch function that
+# Between two uses a parameter has its shape and no memory. It is *late* then (`tensors.py`): a torch function that
 # gets it as an argument makes it pull its values, also where a module reads another module's parameter. What autograd
 # keeps of a parameter for the backward pass, such as the transposed view in a linear layer, is kept as a name, and
 # pulled again when backward needs it (`torch.autograd.graph.saved_tensors_hooks`).
