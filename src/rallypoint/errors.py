@@ -1,24 +1,4 @@
-"""The tree of errors. Each one is a sentence that says what happened, to whom, and what to do about it.
-
-    RallypointError
-    ├── UsageError         the library was called in a way that cannot work
-    ├── ConfigError        an unknown or impossible setting
-    ├── DataError          no data, or not the data that was expected
-    ├── ModelError         a model that cannot be trained here
-    ├── ProtocolError      bytes from the network that are not ours
-    ├── AccessDenied       a wrong or missing job token
-    ├── LinkError          a connection could not be made, or ended
-    │   ├── AddressInUse   somebody listens there already
-    │   ├── LinkClosed     the process at the other end has closed it, or has ended
-    │   ├── LinkReset      the system at the other end answers, and knows nothing of it: the process has died
-    │   ├── UnprovenPeer   who answered has not proved that it knows the job token: nothing of it is believed
-    │   └── CorruptFrame   bytes changed on the way
-    ├── SnapshotError      no snapshot where one was expected, or one that cannot be used
-    │   ├── DamagedSnapshot  bytes of a snapshot are missing, or not those that were written
-    │   └── SnapshotFailed   a snapshot could not be written
-    ├── NonFiniteLoss      a loss or gradient of NaN or infinity
-    └── JobAborted         the job ended early; the reason says who and why
-"""
+"""The tree of errors. Each one is a sentence that says what happened, to whom, and what to do about it."""
 
 from __future__ import annotations
 

@@ -235,12 +235,9 @@ class ShardOptimizer:
         The learning rate is the schedule's, after so many `reductions`, times `times` and the group's scale.
         """
         rate = rate_at(self._schedule, step, self._rounds)
-        rate = times * (
-            rate if self._config.evaluation.plateau is None else self._config.evaluation.plateau.reduced(
-                rate, reductions
-            )
-        )
-        self._optimizer.param_groups[0]["lr"] = rate * self._settings.lr_scale
+        if (plateau := self._config.evaluation.plateau) is not None:
+            rate = plateau.reduced(rate, reductions)
+        self._optimizer.param_groups[0]["lr"] = times * rate * self._settings.lr_scale
         parts = gradient.parts if isinstance(gradient, Pieces) else [gradient]
         for parameter, part in zip(self._parameters, parts, strict=True):
             parameter.grad = part.view(parameter.shape)
@@ -299,16 +296,7 @@ def refusal(spec: Optimizer) -> str:
 
 def row_state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
     """The possible names of a part's state, each as (tensors, numbers): before its first step, and after."""
-    before: tuple[set[str], set[str]] = (set(), set())
-    match spec:
-        case AdamW() | Adam():
-            return [before, ({"exp_avg", "exp_avg_sq"}, {"step"})]
-        case SGD():
-            return [before]
-        case Adagrad():
-            return [({"sum"}, {"step"})]  # torch makes it with the optimizer
-        case _:
-            raise AssertionError(f"no table has {spec}: see `refusal`")
+    return state_names(spec)[: 1 if isinstance(spec, SGD) else None]  # SGD has no momentum here: see `refusal`
 
 
 class RowsOptimizer:
@@ -359,15 +347,9 @@ class RowsOptimizer:
 
 
 def _build(spec: Optimizer, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-    match spec:
-        case AdamW() | Adam():
-            return torch.optim.SparseAdam([parameter], lr=1.0, betas=spec.betas, eps=spec.eps)
-        case SGD():
-            return torch.optim.SGD([parameter], lr=1.0, foreach=False)
-        case Adagrad():
-            return torch.optim.Adagrad(
-                [parameter], lr=1.0, lr_decay=spec.lr_decay, eps=spec.eps, foreach=False,
-                initial_accumulator_value=spec.initial_accumulator_value,
-            )  # fmt: skip
-        case _:
-            raise AssertionError(f"no table has {spec}: see `refusal`")
+    if isinstance(spec, AdamW | Adam):
+        return torch.optim.SparseAdam([parameter], lr=1.0, betas=spec.betas, eps=spec.eps)
+    if isinstance(spec, SGD):
+        return torch.optim.SGD([parameter], lr=1.0, foreach=False)
+    assert isinstance(spec, Adagrad)
+    return torch.optim.Adagrad([parameter], lr=1.0, foreach=False, **arguments_of(spec))

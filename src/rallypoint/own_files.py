@@ -20,13 +20,14 @@ import pwd
 import socket
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for the process at its other end
 _MOST_LINKS = 20
+_LOOK_S = 0.05  # between two looks at a lock
 LOCK, COORDINATOR_LOCK = "lock", "coordinator.lock"  # of a run's folder
 MOST_BYTES = 64 << 20  # of a file that is read whole: a sparse one may claim to be larger than all memory
 
@@ -227,6 +228,25 @@ def lock_within(descriptor: int, seconds: float, look: float) -> bool:
             time.sleep(look)
         else:
             return True
+
+
+@contextlib.contextmanager
+def held(folder: Path, name: str, seconds: float, refusal: Callable[[int], Exception]) -> Iterator[int]:
+    """In the body this process has the lock `name` of a folder, which ends with it. Yields the descriptor of its file.
+
+    A lock that another process has is waited for; after so many seconds what `refusal` makes of the descriptor is
+    raised. A file system without locks (ENOLCK, ENOSYS, ENOTSUP) keeps nobody out.
+    """
+    with opened(folder) as own:
+        descriptor, free = own.lock_file(name), True
+    try:
+        with contextlib.suppress(OSError):
+            free = lock_within(descriptor, seconds, _LOOK_S)
+        if not free:
+            raise refusal(descriptor)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def is_held(path: Path, *, unknown: bool = False) -> bool:

@@ -39,10 +39,11 @@ from rallypoint.errors import ConfigError, DataError, RallypointError, SnapshotF
 from rallypoint.launch.commands.importing import ImportTask
 from rallypoint.launch.embedded import EmbeddedJob, ImportJob
 from rallypoint.store.checkpoints import Checkpoint, begin_from, read_checkpoint
-from rallypoint.store.export import export_snapshot, optimizer_state
+from rallypoint.store.export import export_snapshot
 from rallypoint.store.manifest import Manifest
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.worker.tensors import ModelTensors
+from support.training import optimizer_state
 
 
 def imported(found: Checkpoint, store: SnapshotStore, mine: dict[str, Any], step: int = FIRST) -> Manifest:

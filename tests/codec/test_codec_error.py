@@ -7,7 +7,7 @@ import torch
 from codec_cases import encoded, gradient, same_bytes, there_and_back
 
 from rallypoint.codec.base import PIECE_WORDS
-from rallypoint.codec.blocks import Int4Codec, Int8Codec, SignCodec, bf16_codec, fp16_codec, raw_codec
+from rallypoint.codec.blocks import CastCodec, Int4Codec, Int8Codec, SignCodec
 from rallypoint.codec.sparse import RandomKCodec
 
 SIZES = [1, 63, 256, 1000, PIECE_WORDS + 300]
@@ -23,15 +23,15 @@ def steps_of(values: torch.Tensor, block: int, levels: int) -> torch.Tensor:
 @pytest.mark.parametrize("words", SIZES)
 def test_casts_round_to_nearest(words: int) -> None:
     values = gradient(words, scale=1.0)
-    assert same_bytes(there_and_back(raw_codec(), values), values)
-    for codec, error in ((fp16_codec(), 2.0**-11), (bf16_codec(), 2.0**-8)):
+    assert same_bytes(there_and_back(CastCodec(torch.float32), values), values)
+    for codec, error in ((CastCodec(torch.float16), 2.0**-11), (CastCodec(torch.bfloat16), 2.0**-8)):
         arrived = there_and_back(codec, values)
         assert bool(((arrived - values).abs() <= error * values.abs() + 2.0**-25).all())
 
 
 def test_fp16_turns_what_is_too_large_into_an_infinity() -> None:
-    assert there_and_back(fp16_codec(), torch.tensor([65504.0, 65520.0, -1e6])).tolist() == [65504.0, float("inf"),
-                                                                                           float("-inf")]  # fmt: skip
+    values = torch.tensor([65504.0, 65520.0, -1e6])
+    assert there_and_back(CastCodec(torch.float16), values).tolist() == [65504.0, float("inf"), float("-inf")]
 
 
 @pytest.mark.parametrize("words", SIZES)

@@ -10,7 +10,7 @@ import torch
 from codec_cases import encoded, encoder_of, gradient, there_and_back
 
 from rallypoint.codec.base import Codec, ErrorFeedback, Stateful
-from rallypoint.codec.blocks import Int8Codec, bf16_codec, raw_codec
+from rallypoint.codec.blocks import CastCodec, Int8Codec
 from rallypoint.codec.lowrank import LowRankCodec
 from rallypoint.codec.sparse import FIRST_RATIO, DGCCodec, TopKCodec, count_for
 from rallypoint.errors import UsageError
@@ -67,7 +67,7 @@ def test_an_overflow_inside_the_codec_leaves_a_finite_residual() -> None:
     assert float(residual_of(codec).abs().max()) < 1.0
 
 
-@pytest.mark.parametrize("codec", [raw_codec(), bf16_codec()])
+@pytest.mark.parametrize("codec", [CastCodec(torch.float32), CastCodec(torch.bfloat16)])
 def test_feedback_is_refused_around_what_needs_none(codec: Codec) -> None:
     with pytest.raises(UsageError, match="error feedback"):
         ErrorFeedback(codec, 10)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rallypoint.config import record_of, resolve
-from rallypoint.config.checks import check_values
+from rallypoint.config.keys import check_settings
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.plan.tuning import Tuning
@@ -180,7 +180,7 @@ def test_what_changes_results_is_not_tuned_and_the_refusal_says_so(value: object
     with pytest.raises(ConfigError, match=r"tune is .*one of off, auto\. What changes a job's results .* set it your"):
         resolve({"tune": value})
     with pytest.raises(ConfigError, match="never tried"):
-        check_values({"tune": value})
+        check_settings({"tune": value})
 
 
 def test_after_tuning_has_ended_other_numbers_of_members_are_tuned_anew_from_the_setting() -> None:

@@ -18,11 +18,12 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.schedule import rate_at
 from rallypoint.optim import ShardOptimizer, state_names
-from rallypoint.store.export import model_state, optimizer_state
+from rallypoint.store.export import model_state
 from rallypoint.store.manifest import Manifest, snapshot_id
 from rallypoint.store.record import ShardRecord, decode_record, encode_record
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.reference import plain_optimizer
+from support.training import optimizer_state
 
 STEPS = 10
 OPTIMIZERS = (

@@ -20,12 +20,13 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
 from rallypoint.core.modes import Feature
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed
-from rallypoint.store.export import export_snapshot, model_state, optimizer_state
+from rallypoint.store.export import export_snapshot, model_state
 from rallypoint.store.files import Files
 from rallypoint.store.manifest import Manifest, snapshot_id
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.worker.tensors import ModelTensors
+from support.training import optimizer_state
 
 VERSION = 3
 

@@ -10,10 +10,20 @@ import torch
 
 import rallypoint as rp
 from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.store.checkpoints import OptimizerState
+from rallypoint.store.export import _Flat
+from rallypoint.store.manifest import Manifest
+from rallypoint.store.record import AVERAGE, MASTER
+from rallypoint.store.snapshots import SnapshotStore
 
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
 Look = Callable[[rp.Micro], object]
 Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def optimizer_state(store: SnapshotStore, manifest: Manifest) -> OptimizerState:
+    """Each trained parameter's state in a snapshot: tensors of the parameter's shape (as stored: fp32) and numbers."""
+    return _Flat(store, manifest, lambda name: name not in (MASTER, AVERAGE)).optimizer()
 
 
 def square(model: torch.nn.Module, batch: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,16 +15,15 @@ from rallypoint.core.policy import Async, ServerPolicy, Sync
 from rallypoint.errors import ConfigError, ProtocolError, UsageError
 from rallypoint.net.frames import LATEST, SKIP, Header, Kind, wants
 from rallypoint.worker.keys import DenseKey, KeySettings, TableKey, declared
-from rallypoint.worker.keys_exchange import KeyArrivals, StoreIntake
+from rallypoint.worker.keys_exchange import KeyArrivals, KeyExchange
 
 STEPS, CONTRIBUTORS, NBYTES = 9, 2, 16
 
 
-class Nobody:
-    """Hears nothing: whatever gets here was not refused."""
+class Arrivals(KeyArrivals):
+    """Whatever is `heard` was not refused."""
 
-    def __init__(self) -> None:
-        self.heard: list[tuple[Any, ...]] = []
+    heard: list[tuple[Any, ...]]
 
     def valued(self, *what: Any) -> None:
         self.heard.append(what)
@@ -31,15 +31,14 @@ class Nobody:
     def answered(self, *what: Any) -> None:
         self.heard.append(what)
 
-    def to_wait(self, *what: Any) -> None:
-        self.heard.append(what)
 
-
-def arrivals(sync: ServerPolicy) -> tuple[KeyArrivals, Nobody]:
+def arrivals(sync: ServerPolicy) -> Arrivals:
     settings = cast(KeySettings, {"steps": STEPS, "contributors": CONTRIBUTORS, "sync": sync})
     config, layout = declared({"w": (4,)}, settings, {})
-    nobody = Nobody()
-    return KeyArrivals(layout, config, cast(StoreIntake, nobody)), nobody
+    exchange = SimpleNamespace(layout=layout, config=config, machine=None, answers=None)
+    taken = Arrivals(cast(KeyExchange, exchange))
+    taken.heard = []
+    return taken
 
 
 ROWS = Header(Kind.ROWS, length=NBYTES)
@@ -51,29 +50,29 @@ VALUE = Header(Kind.VERSION, length=NBYTES, wants=wants(1))
 )
 def test_a_version_that_a_key_never_gets_to_is_refused(sync: ServerPolicy, most: int) -> None:
     """Else a worker would take its own pushes for counted."""
-    taken, nobody = arrivals(sync)
+    taken = arrivals(sync)
     taken.rows(ROWS._replace(step=most), bytearray(NBYTES))
-    assert len(nobody.heard) == 1
+    assert len(taken.heard) == 1
     for flags in (0, SKIP):
         for step in (most + 1, LATEST):
             with pytest.raises(ProtocolError, match=f"has {most} at most"):
                 taken.rows(ROWS._replace(step=step, flags=flags, length=0 if flags else NBYTES), bytearray(NBYTES))
     with pytest.raises(ProtocolError, match=f"has {most} at most"):
         taken.arriving(VALUE._replace(step=most + 1), "s")
-    assert len(nobody.heard) == 1
+    assert len(taken.heard) == 1
 
 
 def test_a_clock_that_a_contributor_never_gets_to_is_refused() -> None:
-    taken, nobody = arrivals(Async())
+    taken = arrivals(Async())
     assert taken.arriving(VALUE._replace(base=STEPS), "s") is not None
     taken.landed(0)
-    assert len(nobody.heard) == 1
+    assert len(taken.heard) == 1
     with pytest.raises(ProtocolError, match=f"step {STEPS + 1} of {STEPS}"):
         taken.arriving(VALUE._replace(base=STEPS + 1), "s")
 
 
 def test_contributors_shards_and_lengths_that_a_store_does_not_have_are_refused() -> None:
-    taken, nobody = arrivals(Async())
+    taken = arrivals(Async())
     for header in (VALUE._replace(wants=wants(CONTRIBUTORS)), VALUE._replace(shard=1), VALUE._replace(length=12)):
         with pytest.raises(ProtocolError):
             taken.arriving(header, "s")
@@ -81,7 +80,7 @@ def test_contributors_shards_and_lengths_that_a_store_does_not_have_are_refused(
         taken.to_wait(CONTRIBUTORS, 0)
     with pytest.raises(ProtocolError):
         taken.rows(ROWS, bytearray(12))
-    assert nobody.heard == []
+    assert taken.heard == []
 
 
 # ---- what a script gives ----

@@ -21,6 +21,8 @@ from rallypoint.worker.exchange.links import ExchangeContext
 from rallypoint.worker.keys import KeySettings, KeyStore, declared
 from rallypoint.worker.keys_exchange import KeyExchange
 
+SERVER = Member("s", "", "", 1)
+
 
 class Wire:
     """A link that keeps what is sent."""
@@ -56,7 +58,7 @@ class Wires(dict[str, Wire]):
 def view(count: int, generation: int) -> View:
     return View(
         number=ViewNumber(1, count), generation=ViewNumber(1, generation), workers=(Member("w", "", "", 1),),
-        servers=(Member("s", "", "", 1),), assignments=(Assignment(0, {"w": (0,)}),), primary={0: "s"},
+        servers=(SERVER,), assignments=(Assignment(0, {"w": (0,)}),), primary={0: "s"},
         homed={0: ViewNumber(1, 1)}, contributors={"w": (0,)}, origin="snapshot" if generation > 1 else "",
     )  # fmt: skip
 
@@ -73,16 +75,16 @@ class Stage:
             patch.setattr(keys_exchange, "Links", lambda *of: self.wires)
             self.exchange = KeyExchange(layout, config, context, lambda report: None)
         self.exchange.adopt(view(1, 1))
-        self.exchange.heard.link_up("s")
+        self.exchange.arrivals.link_up(SERVER)
         self.done: list[ViewNumber] = []
         self.store = KeyStore(self.exchange, self.done.append, {})
 
     def is_at(self, version: int, number: int = 0) -> None:
-        self.exchange.heard.answered(0, number, version, bytearray(16))
+        self.exchange.arrivals.answered(0, number, version, bytearray(16))
 
     def rolls_back(self, version: int) -> None:
         self.exchange.adopt(view(2, 2))
-        self.exchange.heard.link_up("s")
+        self.exchange.arrivals.link_up(SERVER)
         self.is_at(version)
 
 
@@ -205,14 +207,14 @@ def test_leaving_waits_until_the_last_push_counts(stage: Stage) -> None:
 def test_the_future_of_a_push_that_is_another_workers_by_now_is_done_when_that_has_made_it() -> None:
     """Only asking tells (streaming): `done` alone, in a script's own loop, has to ask."""
     stage = Stage(sync=Async(), contributors=2)
-    stage.exchange.heard.valued(0, 1, 0, 0, bytearray(16))
+    stage.exchange.arrivals.valued(0, 1, 0, 0, bytearray(16))
     push = stage.store.push("w", torch.ones(4), step=0, contributor=1)
     wire = stage.wires["s"]
     wire.sent.clear()
     assert not push.done()
     assert [(header.kind, header.shard) for header in wire.sent] == [(Kind.WANT, 0)]
-    stage.exchange.heard.valued(0, 1, 0, 0, bytearray(16))
+    stage.exchange.arrivals.valued(0, 1, 0, 0, bytearray(16))
     assert not push.done()
     assert len(wire.sent) == 1, "each answer brings the value: it does not ask again at once"
-    stage.exchange.heard.valued(0, 1, 1, 1, bytearray(16))
+    stage.exchange.arrivals.valued(0, 1, 1, 1, bytearray(16))
     assert push.done()

@@ -166,7 +166,7 @@ def test_a_worker_that_is_gone_while_another_has_ended_already_fails_the_job() -
         if made.rank == 0:
             ended.append(made)
         else:
-            until(lambda: bool(ended and ended[0].reducer._queues.by_shard.get(CLOCK)), "worker0 has not ended")
+            until(lambda: bool(ended and ended[0].reducer._queues.get(CLOCK)), "worker0 has not ended")
             made.close()
 
     with cluster(2) as here:
@@ -305,7 +305,7 @@ def test_scripts_that_end_one_after_the_other_with_as_many_sums_end_well() -> No
         if made.rank == 0:
             ended.append(made)
         else:
-            until(lambda: bool(ended and ended[0].reducer._queues.by_shard.get(CLOCK)), "worker0 has not ended")
+            until(lambda: bool(ended and ended[0].reducer._queues.get(CLOCK)), "worker0 has not ended")
         return made.reducer.asked
 
     with cluster(2) as here:

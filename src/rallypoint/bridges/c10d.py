@@ -233,15 +233,11 @@ class FutureWork(dist.Work):
             raise self._told(error) from None
 
 
-def _create(store: Store, rank: int, size: int, timeout: timedelta) -> RallypointGroup:
-    return RallypointGroup(sums(), store, rank, size, timeout)
-
-
 def _register() -> None:
     """Register the backend. In a process that a launcher has started, also join the cluster: torch needs to be told
     where its processes meet before it makes a group, and under torchrun the script begins anew."""
     if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+        dist.Backend.register_backend(NAME, lambda *given: RallypointGroup(sums(), *given), devices=["cpu"])
     launched = os.environ.get(environment.COORDINATOR) or "TORCHELASTIC_RUN_ID" in os.environ
     if launched and not is_child():
         sums()

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -95,16 +95,13 @@ def _place(job: Job, env: MutableMapping[str, str]) -> tuple[int, int]:
             "of such a script is fixed: start all of it again, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     rank = int(number[0])
-    host, port = _meeting(job, rank, env[environment.COORDINATOR], _run_of(env))
+    # What tells this run from earlier ones in its folder, whose coordinator may have had the same address
+    digest = hashlib.blake2b(env.get(environment.TOKEN, "").encode(), digest_size=16)  # a launcher makes a new token
+    coordinator = env[environment.COORDINATOR]
+    host, port = _meeting(job, rank, coordinator, f"{coordinator} {digest.hexdigest()}")
     env.update(RANK=str(rank), WORLD_SIZE=world, MASTER_ADDR=host, MASTER_PORT=str(port))
     env.setdefault("LOCAL_RANK", "0")
     return rank, int(world)
-
-
-def _run_of(env: Mapping[str, str]) -> str:
-    """What tells this run from earlier ones in its folder, whose coordinator may have had the same address."""
-    digest = hashlib.blake2b(env.get(environment.TOKEN, "").encode(), digest_size=16)  # a launcher makes a new token
-    return f"{env[environment.COORDINATOR]} {digest.hexdigest()}"
 
 
 def _meeting(job: Job, rank: int, coordinator: str, run: str) -> tuple[str, int]:
@@ -127,15 +124,6 @@ def _meeting(job: Job, rank: int, coordinator: str, run: str) -> tuple[str, int]
         f"rank 0 has not said in {file} where torch's processes meet, for {_PATIENCE_S:.0f} s: does every machine see "
         "that folder? Else set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torch wants them"
     )
-
-
-def _leave_groups() -> None:
-    """End Gloo's connections, as the process's end would: else others wait in a collective for this script, which has
-    ended, while this process waits for theirs to end. (They stay open while the script holds a model that uses them.)
-    """
-    with contextlib.suppress(Exception):
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def _end_who_waits(made: Sums, over: threading.Event, error: JobAborted) -> None:
@@ -190,7 +178,11 @@ def _end_with_the_script(made: Sums) -> None:
         if errors:
             made.fail(errors[0])
             return
-        _leave_groups()
+        # End Gloo's connections, as the process's end would: else others wait in a collective for this script, while it
+        # waits for theirs to end. (They stay open while the script holds a model that uses them.)
+        with contextlib.suppress(Exception):
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
         try:
             made.finish()
         except JobAborted as error:  # another script is gone, or has failed

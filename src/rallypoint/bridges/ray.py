@@ -85,6 +85,7 @@ class RallypointTrainer:
         snapshot's model (``model.safetensors``). `path` holds both, and the run's own folder.
         """
         import ray
+        from ray import cloudpickle
 
         train = _train()
         if not ray.is_initialized():
@@ -92,7 +93,8 @@ class RallypointTrainer:
         results = self._results()
         with tempfile.TemporaryDirectory(prefix="rallypoint-") as home:
             script = Path(home) / "train.py"
-            shipped = {"results": str(results), "payload": self._shipped(), "keep": self._kept()}
+            payload = base64.b64encode(cloudpickle.dumps((self._function, self._config))).decode()
+            shipped = {"results": str(results), "payload": payload, "keep": self._kept()}
             # Workers find there what the function's module imports, as Ray's workers do
             folders = dict.fromkeys((os.path.abspath(sys.path[0] or "."), os.getcwd()))
             paths = [path for path in folders if os.path.isdir(path)]
@@ -130,11 +132,6 @@ class RallypointTrainer:
         """How many snapshots, and reported checkpoints, are kept; 0: the user has not said."""
         checkpoints = self._run.checkpoint_config
         return int((checkpoints and checkpoints.num_to_keep) or 0)
-
-    def _shipped(self) -> str:
-        from ray import cloudpickle
-
-        return base64.b64encode(cloudpickle.dumps((self._function, self._config))).decode()
 
 
 def report(run: Run, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:

@@ -97,7 +97,10 @@ def wrap_in(
     atexit.register(_script_ends, job, run)
     if not run.begin():
         raise SystemExit(0)  # the job is over, and this process has stood by
-    inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _shown(model, run)
+    # One that nobody steps shows the parameters, and the rate
+    inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=rate_of(run.config, run.position)
+    )  # fmt: skip
     if replay is not None:
         replay.to(run.position)
     return WrappedOptimizer(run, inner, steps_here=own, schedule=schedule if own else None)
@@ -117,12 +120,6 @@ def _check_first(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Opti
                 f"parameter {name} has a gradient before rp.wrap, which no step of the job would use: call backward() "
                 "after rp.wrap, and model.zero_grad() before it where it was a trial"
             )
-
-
-def _shown(model: torch.nn.Module, run: OwnRun) -> torch.optim.Optimizer:
-    """An optimizer that nobody steps: it shows the parameters, and the rate."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.SGD(trained, lr=rate_of(run.config, run.position))
 
 
 def _script_ends(job: Job, run: OwnRun) -> None:

@@ -31,9 +31,13 @@ def main() -> None:
     logging.basicConfig(level=os.environ.get("RALLYPOINT_LOG", "WARNING"), format="%(message)s")
     app.registered_commands.sort(key=_place)
     for command in [*app.registered_commands, *kubernetes.k8s.registered_commands]:
-        command.help = _unwrapped(inspect.getdoc(command.callback) or "")
+        text = inspect.getdoc(command.callback) or ""  # one line for each paragraph: a terminal's width is not ours
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
     try:
-        _check_current_folder()
+        try:
+            os.getcwd()  # what the user names is meant relative to it
+        except FileNotFoundError:
+            raise UsageError("the current folder has been deleted: change to another one (cd)") from None
         for word in sys.argv[1:2]:
             if word in GONE:  # (`given.refuse_option` does it for options)
                 raise UsageError(f"there is no command {word}: {GONE[word]}")
@@ -43,20 +47,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def _check_current_folder() -> None:
-    """Raise UsageError if it was deleted: what the user names is meant relative to it."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UsageError("the current folder has been deleted: change to another one (cd)") from None
-
-
 def _place(command: CommandInfo) -> tuple[int, int]:
     """Where a command stands in the help: in its panel's part, the first ones of all first."""
     name = command.callback.__name__ if command.callback is not None else ""
     return PANELS.index(command.rich_help_panel), FIRST.index(name) if name in FIRST else len(FIRST)
-
-
-def _unwrapped(text: str) -> str:
-    """The text with one line for each paragraph: a terminal's width is not that of our source."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))

@@ -33,6 +33,7 @@ def without_settings(given: list[str]) -> tuple[list[str], list[str]]:
 
 
 def recipe_argv(recipe: str, arguments: list[str]) -> list[str]:
+    """The command that runs a recipe. Raises UsageError if there is none, or it has no such option."""
     from rallypoint.recipes import RECIPES
 
     if why := GONE.get(f"train {recipe}"):
@@ -42,6 +43,7 @@ def recipe_argv(recipe: str, arguments: list[str]) -> list[str]:
     argv = [sys.executable, "-P", "-m", RECIPES[recipe], *arguments]
     if "--help" in arguments:
         os.execv(sys.executable, argv)
+    check_recipe(recipe, arguments)
     return argv
 
 

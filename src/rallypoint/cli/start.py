@@ -10,7 +10,6 @@ import typer
 
 from rallypoint.cli.app import AFTER, PASS_ON, START, app
 from rallypoint.cli.given import (
-    check_recipe,
     hint_at_folder,
     hint_at_misplaced,
     hint_at_page,
@@ -62,9 +61,7 @@ def train(
     refuse_option(context, recipe, "recipe")
     arguments, settings = without_settings(context.args)
     hint_at_misplaced(context, arguments, recipe)
-    argv = recipe_argv(recipe, arguments)
-    check_recipe(recipe, arguments)
-    _launch(argv, options, settings=settings)
+    _launch(recipe_argv(recipe, arguments), options, settings=settings)
 
 
 @app.command(context_settings=PASS_ON, rich_help_panel=START)
@@ -99,7 +96,6 @@ def chaos(
     faults = random_faults(kills, sizes(resizes), everything, seed, options.servers, options.aggregators)
     arguments, settings = without_settings(context.args)
     argv = recipe_argv(recipe, arguments)
-    check_recipe(recipe, arguments)
     if options.or_resume:
         raise UsageError("chaos has no --or-resume: both of its runs begin anew (--overwrite deletes earlier ones)")
     plan = options.run(argv, more_settings=settings)

@@ -53,7 +53,13 @@ def watch(
     if track:
         _track(runs[0], track)
     elif terminal:
-        _show(_named(runs))
+        from rich.console import Console
+
+        from rallypoint.watch.top import top
+
+        folders = _named(runs)
+        with contextlib.suppress(KeyboardInterrupt):
+            top(folders, _settings(folders) if len(folders) > 1 else {}, Console(highlight=False))
     else:
         _serve(_named(runs), port)
 
@@ -98,15 +104,6 @@ def _named(runs: list[Path]) -> dict[str, Path]:
 def _settings(folders: dict[str, Path]) -> dict[str, dict[str, str]]:
     own = {"snapshots": ""}  # each run has a place of its own
     return {name: {**facts_of(run)["settings"], **resolved_of(run), **own} for name, run in folders.items()}
-
-
-def _show(folders: dict[str, Path]) -> None:
-    from rich.console import Console
-
-    from rallypoint.watch.top import top
-
-    with contextlib.suppress(KeyboardInterrupt):
-        top(folders, _settings(folders) if len(folders) > 1 else {}, Console(highlight=False))
 
 
 def _track(run: Path, target: str) -> None:
@@ -175,7 +172,11 @@ def replay(
     if other is not None:
         if replica is not None or find_spike or current_code:
             raise UsageError("two runs are compared by what they have recorded: with --step and --json alone")
-        raise typer.Exit(_say_difference(run, other, -1 if step is None else step, json=json))
+        from rallypoint.launch.observing.replay import diff, words_of
+
+        found = diff(run, other, -1 if step is None else step)
+        print(msgspec.json.encode(found).decode() if json else words_of(found))
+        raise typer.Exit(0 if found.version < 0 else 1)
     from rallypoint.launch.observing.replay import differs, lines_of
     from rallypoint.launch.observing.replay import replay as play
 
@@ -193,15 +194,6 @@ def replay(
     raise typer.Exit(1 if differs(result) else 0)
 
 
-def _say_difference(run: Path, other: Path, step: int, *, json: bool) -> int:
-    """Return the exit status."""
-    from rallypoint.launch.observing.replay import diff, words_of
-
-    found = diff(run, other, step)
-    print(msgspec.json.encode(found).decode() if json else words_of(found))
-    return 0 if found.version < 0 else 1
-
-
 @app.command(rich_help_panel=AFTER)
 def report(
     run: RunFolder,
@@ -217,22 +209,16 @@ def report(
 
     Example: [bold]rallypoint report runs/20260131-235959 --out report.zip[/bold]
     """
+    from rich.console import Console
+
+    from rallypoint.launch.access import Access
+    from rallypoint.launch.commands.doctor import Doctor
     from rallypoint.launch.observing.reports import picture_of, place_in, write_report
 
     if not run.is_dir():
         raise UsageError(f"there is no folder {run}: name that of a run, as runs/20260131-235959")
     picture = picture_of(run, ask=True)
-    made = write_report(picture, out or place_in(run, "report"), _examined())
-    print(f"{made.sentence}\n{made.path}")
-
-
-def _examined() -> str:
-    """What the doctor says of this machine."""
-    from rich.console import Console
-
-    from rallypoint.launch.access import Access
-    from rallypoint.launch.commands.doctor import Doctor
-
     text = io.StringIO()
     Doctor(Console(file=text, width=200, highlight=False, no_color=True), Access()).machine()
-    return text.getvalue()
+    made = write_report(picture, out or place_in(run, "report"), text.getvalue())
+    print(f"{made.sentence}\n{made.path}")

@@ -24,20 +24,22 @@ from rallypoint.errors import ConfigError
 
 # ---- Raw fp32, and rounding every word to 16 bits ----
 
+BF16 = 2  # the code of bfloat16
+
 
 class CastCodec(PieceCodec):
     """Words in another floating-point format: 2 or 4 bytes each, NaN and infinities included.
 
     Rounds to nearest, ties to even: the error is at most 2^-11 (fp16) or 2^-8 (bf16) of the value in the normal range.
-    A value beyond the format's largest (65504 in fp16) becomes an infinity, which the servers then see. `raw_codec`,
-    `fp16_codec` and `bf16_codec` make the three existing ones. Scratch: one piece.
+    A value beyond the format's largest (65504 in fp16) becomes an infinity, which the servers then see. In fp32
+    nothing is lost. Scratch: one piece.
     """
 
     carries_nonfinite = True
 
-    def __init__(self, code: int, dtype: torch.dtype, scratch: Scratch | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
-        self.code = code
+        self.code = {torch.float32: 0, torch.float16: 1, torch.bfloat16: BF16}[dtype]
         self.lossless = dtype is torch.float32
         self._dtype = dtype
 
@@ -59,24 +61,6 @@ class CastCodec(PieceCodec):
         return None
 
 
-def raw_codec(scratch: Scratch | None = None) -> CastCodec:
-    """fp32 as it is: 4 bytes a word, lossless, code 0."""
-    return CastCodec(0, torch.float32, scratch)
-
-
-def fp16_codec(scratch: Scratch | None = None) -> CastCodec:
-    """IEEE half precision: 2 bytes a word, code 1."""
-    return CastCodec(1, torch.float16, scratch)
-
-
-BF16 = 2
-
-
-def bf16_codec(scratch: Scratch | None = None) -> CastCodec:
-    """bfloat16: 2 bytes a word, fp32's range, code 2."""
-    return CastCodec(BF16, torch.bfloat16, scratch)
-
-
 # ---- Small integers with one fp32 scale for each block: int8 and int4 ----
 #
 #     scales   fp32, one for each block
@@ -96,6 +80,7 @@ class BlockCodec(PieceCodec):
 
     name: str
     largest_scale: float
+    word_bits: int
 
     def __init__(self, block: int, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
@@ -107,9 +92,9 @@ class BlockCodec(PieceCodec):
         """The number of blocks that `words` words take."""
         return -(-words // self.block)
 
-    @abstractmethod
     def _body_bytes(self, words: int) -> int:
         """The bytes of `words` words (whole blocks) without the scales."""
+        return words * self.word_bits // 8
 
     @abstractmethod
     def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
@@ -207,10 +192,7 @@ class Int8Codec(IntCodec):
 
     code = 3
     name = "int8"
-    levels = 127
-
-    def _body_bytes(self, words: int) -> int:
-        return words
+    levels, word_bits = 127, 8
 
     def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
         packed.view(torch.int8).copy_(self._quantise(padded, scales, bits))
@@ -229,10 +211,7 @@ class Int4Codec(IntCodec):
 
     code = 4
     name = "int4"
-    levels = 7
-
-    def _body_bytes(self, words: int) -> int:
-        return words // 2
+    levels, word_bits = 7, 4
 
     def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
         first, second = self._quantise(padded, scales, bits).chunk(2)
@@ -266,14 +245,11 @@ class SignCodec(BlockCodec):
 
     code = 7
     name = "sign"
-    largest_scale = _LARGEST
+    largest_scale, word_bits = _LARGEST, 1
 
     def __init__(self, block: int, scratch: Scratch | None = None) -> None:
         super().__init__(block, scratch)
         self._shifts = torch.arange(31, -1, -1, dtype=torch.int32, device="cpu")
-
-    def _body_bytes(self, words: int) -> int:
-        return words // 8
 
     def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
         magnitude = torch.abs(padded, out=self._scratch.floats(0, padded.numel())).view(-1, self.block)

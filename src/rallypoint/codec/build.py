@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rallypoint.codec.base import Codec, ErrorFeedback, Scratch, Stateful, all_finite
-from rallypoint.codec.blocks import Int4Codec, Int8Codec, SignCodec, bf16_codec, fp16_codec, raw_codec
+from rallypoint.codec.blocks import CastCodec, Int4Codec, Int8Codec, SignCodec
 from rallypoint.codec.lowrank import LowRankCodec, worthwhile
 from rallypoint.codec.sparse import DGCCodec, RandomKCodec, TopKCodec, largest_ratio
 from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int4, Int8, PowerSGD, RandomK, Raw, Sign, TopK, has_state
@@ -18,6 +18,8 @@ from rallypoint.core.layout import Layout, Shard
 from rallypoint.errors import ProtocolError
 
 # ---- Makes the codec of a spec: with state for a worker, without for a server ----
+
+_CASTS = {Raw: torch.float32, Fp16: torch.float16, Bf16: torch.bfloat16}
 
 
 def build(spec: CodecSpec, shape: tuple[int, ...], scratch: Scratch | None = None) -> Codec:
@@ -46,12 +48,8 @@ def build_stateless(spec: CodecSpec, shape: tuple[int, ...] = (), scratch: Scrat
     Only PowerSGD needs `shape`; the other codecs serve shards of any size.
     """
     match spec:
-        case Raw():
-            return raw_codec(scratch)
-        case Fp16():
-            return fp16_codec(scratch)
-        case Bf16():
-            return bf16_codec(scratch)
+        case Raw() | Fp16() | Bf16():
+            return CastCodec(_CASTS[type(spec)], scratch)
         case Int8():
             return Int8Codec(spec.block, stochastic=spec.stochastic, scratch=scratch)
         case Int4():
@@ -67,7 +65,7 @@ def build_stateless(spec: CodecSpec, shape: tuple[int, ...] = (), scratch: Scrat
         case PowerSGD():
             if len(shape) == 2 and worthwhile(shape, spec.rank):
                 return LowRankCodec(shape, spec.rank)
-            return raw_codec(scratch)
+            return CastCodec(torch.float32, scratch)
 
 
 # ---- The codec of each shard: its group's from workers to servers, `down` from servers to workers ----

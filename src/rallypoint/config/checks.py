@@ -1,6 +1,6 @@
 """Checks the values of settings: each by itself, and that they make sense together. Each error says what to write.
 
-`check_values` serves the command line, before anything starts; `wrong_value` the complete tree on every member.
+`wrong_value` serves the command line, before anything starts, and the complete tree on every member.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from rallypoint.core.optimizer import (
     AdamW,
     Muon,
     NAdam,
-    Optimizer,
     RAdam,
     RMSprop,
     Sum,
@@ -47,7 +46,17 @@ def check(config: JobConfig) -> None:
     """Raise ConfigError for a setting that makes no sense, naming the setting and a valid value."""
     if config.batch % config.accumulate:
         raise ConfigError(f"a batch of {config.batch} cannot be cut into accumulate={config.accumulate} equal parts")
-    _check_mode(config)
+    if (local := config.local) is not None:
+        if local.steps % local.fragments:
+            raise ConfigError(f"fragments={local.fragments}: it must divide the {local.steps} local steps")
+        if local.delay >= config.steps_per_round:
+            raise ConfigError(
+                f"delay={local.delay}: the delay must be below the {config.steps_per_round} steps from one "
+                "synchronisation to the next"
+            )
+    policy = config.policy
+    if isinstance(policy, Sync) and policy.quorum is not None and policy.quorum > config.replicas:
+        raise ConfigError(f"a quorum of {policy.quorum} of {config.replicas} replicas: use 1 to replicas, or None")
     _check_periods(config)
     if why := refusal(config.mode.name, config.features):
         raise ConfigError(why)
@@ -62,37 +71,30 @@ def check(config: JobConfig) -> None:
     if not config.keyed and any(group.optimizer is not None for group in config.groups):
         raise ConfigError("optimizer= of a group is set by job.store: give job.train one optimizer")
     for optimizer in optimizers_of(config):
-        _check_optimizer(optimizer)
+        if isinstance(optimizer.lr, Table) and (problem := optimizer.lr.problem):
+            raise ConfigError(f"the table of rates cannot be used: {problem}; make it with rp.tabulated")
+        if isinstance(optimizer, SGD) and optimizer.nesterov and optimizer.momentum <= 0:
+            raise ConfigError("nesterov=True needs a momentum above 0")
+        if isinstance(optimizer, Adagrad) and optimizer.eps == optimizer.initial_accumulator_value == 0:
+            raise ConfigError(
+                "adagrad with eps=0 and initial_accumulator_value=0 would divide a gradient of 0 by 0, as every unused "
+                "parameter has it: give one of them a small positive value"
+            )
     plain = isinstance(config.applied, SGD) and not config.applied.momentum
     if not plain and any(isinstance(codec, DGC) for codec in config.codecs):
         raise ConfigError("codec dgc has the momentum on the workers: use rp.SGD without momentum on the servers")
     for codec in config.codecs:
-        _check_payload(codec, config.network.shard_bytes)
+        # Other codecs leave a shard raw that they would make larger; DGC's momentum is on the worker
+        nbytes = config.network.shard_bytes
+        if isinstance(codec, DGC) and 1.5 * codec.ratio * nbytes > MOST_SHARD_BYTES - _SPARE_BYTES:
+            raise ConfigError(
+                f"codec dgc takes 1.5 bytes for each of ratio={codec.ratio} of a shard's, and of "
+                f"network.shard_bytes={nbytes} that is more than the {MOST_SHARD_BYTES >> 20} MiB that go in one "
+                "piece: give a smaller one"
+            )
     muon = any(isinstance(optimizer, Muon) for optimizer in optimizers_of(config))
     if muon and any(isinstance(codec, PowerSGD) for codec in config.codecs):
         raise ConfigError("codec powersgd cuts matrices by rows, and rp.Muon steps whole ones: use another codec")
-
-
-def _check_payload(codec: CodecSpec, shard_bytes: int) -> None:
-    """Other codecs leave a shard raw that they would make larger; DGC's momentum is on the worker."""
-    if isinstance(codec, DGC) and 1.5 * codec.ratio * shard_bytes > MOST_SHARD_BYTES - _SPARE_BYTES:
-        raise ConfigError(
-            f"codec dgc takes 1.5 bytes for each of ratio={codec.ratio} of a shard's, and of "
-            f"network.shard_bytes={shard_bytes} that is more than the {MOST_SHARD_BYTES >> 20} MiB that go in one "
-            "piece: give a smaller one"
-        )
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    if isinstance(optimizer.lr, Table) and (problem := optimizer.lr.problem):
-        raise ConfigError(f"the table of rates cannot be used: {problem}; make it with rp.tabulated")
-    if isinstance(optimizer, SGD) and optimizer.nesterov and optimizer.momentum <= 0:
-        raise ConfigError("nesterov=True needs a momentum above 0")
-    if isinstance(optimizer, Adagrad) and optimizer.eps == optimizer.initial_accumulator_value == 0:
-        raise ConfigError(
-            "adagrad with eps=0 and initial_accumulator_value=0 would divide a gradient of 0 by 0, as every unused "
-            "parameter has it: give one of them a small positive value"
-        )
 
 
 def features_with(config: JobConfig, layout: Layout) -> frozenset[Feature]:
@@ -127,20 +129,6 @@ def check_ranks(config: JobConfig, *, carries: bool = False) -> None:
         )
 
 
-def _check_mode(config: JobConfig) -> None:
-    if (local := config.local) is not None:
-        if local.steps % local.fragments:
-            raise ConfigError(f"fragments={local.fragments}: it must divide the {local.steps} local steps")
-        if local.delay >= config.steps_per_round:
-            raise ConfigError(
-                f"delay={local.delay}: the delay must be below the {config.steps_per_round} steps from one "
-                "synchronisation to the next"
-            )
-    policy = config.policy
-    if isinstance(policy, Sync) and policy.quorum is not None and policy.quorum > config.replicas:
-        raise ConfigError(f"a quorum of {policy.quorum} of {config.replicas} replicas: use 1 to replicas, or None")
-
-
 def _check_periods(config: JobConfig) -> None:
     for group in config.groups:
         every, offset = group.sync_every, group.sync_offset
@@ -167,19 +155,11 @@ _WHY = {
 }
 
 
-def check_values(overrides: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a value that no setting of that name can have: ``steps=lots``, ``clip=nan``.
-
-    A part without a `type` has the settings of any type that the script may have chosen.
-    """
-    if sentence := wrong_value(overrides, partial=True):
-        raise ConfigError(sentence)
-
-
 def wrong_value(settings: Mapping[str, Any], *, partial: bool = False) -> str:
     """Return the sentence about the first value in `settings` that its setting cannot have; "" if there is none.
 
-    `settings` is plain data. With `partial`, what is missing comes from elsewhere. Unknown names are not looked at.
+    `settings` is plain data. With `partial`, what is missing comes from elsewhere, and a part without a `type` has the
+    settings of any type that the script may have chosen. Unknown names are not looked at.
     """
     return _in_struct(settings, [JobConfig], "", partial)
 

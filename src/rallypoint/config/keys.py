@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from rallypoint.config.checks import check_values, structs_in
+from rallypoint.config.checks import structs_in, wrong_value
 from rallypoint.config.tree import JobConfig
 from rallypoint.core.typed import PartType, hints_of
 from rallypoint.errors import ConfigError, meant
@@ -38,16 +38,14 @@ GONE = {  # settings that earlier versions had: what to do instead
 }
 
 
-def check_keys(overrides: Mapping[str, Any]) -> None:
+def check_keys(
+    given: Mapping[str, Any], kinds: Sequence[type[msgspec.Struct]] = (JobConfig,), path: str = ""
+) -> None:
     """Raise ConfigError for a name that no setting has, at any depth: ``stpes``, ``optimizer.learning_rate``.
 
     A part with a `type` (``optimizer.type=sgd``) has the settings of that type; without one, those of any type that the
-    script may have chosen.
+    script may have chosen. `kinds`, `path`: of the part that is looked at.
     """
-    _check(overrides, [JobConfig], "")
-
-
-def _check(given: Mapping[str, Any], kinds: list[type[msgspec.Struct]], path: str) -> None:
     chosen = [kind for kind in kinds if kind.__struct_config__.tag == given.get("type")] or kinds
     fields: dict[str, list[type[msgspec.Struct]]] = {}
     for kind in chosen:
@@ -65,10 +63,11 @@ def _check(given: Mapping[str, Any], kinds: list[type[msgspec.Struct]], path: st
             hint = hint or f": there are {', '.join(sorted(known))}"
             raise ConfigError(f"{path}{name} is no setting{where}{hint}")
         if isinstance(value, Mapping) and fields.get(name):
-            _check(value, fields[name], f"{path}{name}.")
+            check_keys(value, fields[name], f"{path}{name}.")
 
 
 def check_settings(overrides: Mapping[str, Any]) -> None:
     """Raise ConfigError for a name that no setting has, or a value that no setting of that name can have."""
     check_keys(overrides)
-    check_values(overrides)
+    if sentence := wrong_value(overrides, partial=True):
+        raise ConfigError(sentence)

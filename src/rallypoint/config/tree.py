@@ -637,7 +637,6 @@ def _cut_in(config: JobConfig, size: int) -> JobConfig:
 def _free(config: JobConfig) -> bool:
     """True if the bytes of the result do not depend on where shards are cut: every word is treated by itself, or (for a
     norm) each 1 MiB."""
-    codecs = [config.codec, config.down, *(group.codec for group in config.groups if group.codec is not None)]
-    whole = config.keyed or config.memory.parameters == "streamed"
+    whole = config.keyed or config.streamed
     by_word = isinstance(config.sync, Sync | AllReduce) and not isinstance(config.optimizer, Muon | Sum)
-    return by_word and not whole and all(isinstance(codec, _BY_WORD) for codec in codecs)
+    return by_word and not whole and all(isinstance(codec, _BY_WORD) for codec in (*config.codecs, config.down))

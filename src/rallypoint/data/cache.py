@@ -129,7 +129,6 @@ class Cache:
             log.warning("process %d keeps nothing more in the cache %s: %s", os.getpid(), folder, error)
 
 
-
 def cache_of(given: Cache | str | Path | None) -> Cache | None:
     """Return the cache that `cache=` of a data set means: a folder is one with the defaults."""
     return Cache(given) if isinstance(given, (str, Path)) else given
@@ -210,17 +209,9 @@ class CacheEntries:
         with self._beside(name, make=True) as folder, contextlib.suppress(FileNotFoundError):
             folder.write(name, _head(name, data), data, beside=f"{name}.partial")
 
-    @contextlib.contextmanager
-    def locked(self, name: str, timeout: float) -> Iterator[bool]:
-        """Hold the lock of an entry in the body. False if others have held it for `timeout` seconds.
-
-        It ends with the process that holds it. Some entries have the same lock.
-        """
-        try:
-            with self._locked(f"{int(name[:8], 16) % _STRIPES:03x}", timeout):
-                yield True
-        except _HeldEntry:
-            yield False
+    def locked(self, name: str, timeout: float) -> contextlib.AbstractContextManager[bool]:
+        """Hold the lock of an entry in the body, as `_locked`. Some entries have the same lock."""
+        return self._locked(f"{int(name[:8], 16) % _STRIPES:03x}", timeout)
 
     @property
     def total(self) -> int:
@@ -229,25 +220,22 @@ class CacheEntries:
 
     def _make_room(self, size: int) -> bool:
         """Count `size` bytes more, and delete what was used longest ago if that is too much. False if it cannot now."""
-        try:
-            with self._locked("size", _SIZE_LOCK_S):
+        with self._locked("size", _SIZE_LOCK_S) as alone:
+            if alone:
                 total = self._counted() + size
                 if total > self.limit:
                     total = self._shrink(int(self.limit * _LOWERED) - size) + size
                 self._count(total)
-        except _HeldEntry:
-            return False
-        return True
+        return alone
 
     def _delete_oldest(self, size: int) -> bool:
         """The disk is full: delete what was used longest ago, `size` bytes and a tenth of all. False: nothing went."""
-        try:
-            with self._locked("size", _SIZE_LOCK_S):
-                total = self.total
-                left = self._shrink(int(total * _LOWERED) - size)
-                self._count(left)
-        except _HeldEntry:
-            return False
+        with self._locked("size", _SIZE_LOCK_S) as alone:
+            if not alone:
+                return False
+            total = self.total
+            left = self._shrink(int(total * _LOWERED) - size)
+            self._count(left)
         return left < total
 
     def _counted(self) -> int:
@@ -286,19 +274,16 @@ class CacheEntries:
                             yield about.st_mtime_ns, name, about.st_size
 
     @contextlib.contextmanager
-    def _locked(self, name: str, timeout: float) -> Iterator[None]:
-        """Raises `_HeldEntry` if it takes too long; an error of the body comes through as it is."""
+    def _locked(self, name: str, timeout: float) -> Iterator[bool]:
+        """Hold a lock in the body; it ends with this process. False if others have held it for `timeout` seconds."""
         with opened(self.folder) as own, own.folder(_LOCKS) as locks:
             descriptor = locks.lock_file(name)
         try:
             # For this descriptor alone: other threads of the process wait too
-            if not lock_within(descriptor, timeout, _POLL_S):
-                raise _HeldEntry
-            try:
-                yield
-            finally:  # a process that was forked meanwhile has it too: closing it here would not be enough
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            yield lock_within(descriptor, timeout, _POLL_S)
         finally:
+            with contextlib.suppress(OSError):  # a process that was forked meanwhile has it too: closing is not enough
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     @contextlib.contextmanager
@@ -306,10 +291,6 @@ class CacheEntries:
         """In the body the folder of an entry is open. `make`: it is made if there is none."""
         with opened(self.folder) as own, own.folder(_ENTRIES) as entries, entries.folder(name[:2], make=make) as folder:
             yield folder
-
-
-class _HeldEntry(Exception):
-    """Others hold the lock."""
 
 
 def _head(name: str, data: bytes) -> bytes:

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -35,25 +35,38 @@ _FILE, _FOLDER = "file", "directory"  # fsspec's words
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A file or a folder, as a store tells of it.
+class File:
+    """A file of a store, or while folders are listed what else is in them.
 
     Attributes:
         path: its path in the store.
         name: its path below the folder, or below the pattern's first folder, that was given; a file's own name.
+        size: its bytes; -1, while folders are listed: the store does not say.
+        mark: another text when it is written again; "" if the store does not say.
         kind: "file", "directory", or what else it is.
-        size: its bytes; None if the store does not say.
-        mark: another text when the file is written again; "" if the store does not say.
+        url: the URL that led to it.
     """
 
     path: str
     name: str
-    kind: str
-    size: int | None
+    size: int
     mark: str
+    kind: str = _FILE
+    url: str = ""
+
+    def __str__(self) -> str:
+        protocol, separator, _ = self.url.partition("://")
+        whole = not separator or "://" in self.path  # HTTP's paths are whole URLs
+        return self.path if whole else f"{protocol}{separator}{self.path.lstrip('/')}"
+
+    @property
+    def digest(self) -> bytes:
+        """What its name in the store, its size and its mark are: 16 bytes."""
+        about = f"{self}\0{self.size}\0{self.mark}".encode(errors="surrogateescape")
+        return hashlib.blake2b(about, digest_size=16).digest()
 
 
-def meant(system: Any, path: str, suffix: str) -> list[Listed]:
+def meant(system: Any, path: str, suffix: str) -> list[File]:
     """Return the files that `path` means on an fsspec filesystem, in the order of their paths.
 
     In a folder, and below a folder that matches a pattern, those with this suffix; of a pattern's own matches all
@@ -125,8 +138,8 @@ class _Walk:
     def __init__(self, system: Any, pattern: _Pattern) -> None:
         self._system, self._pattern = system, pattern
 
-    def files(self, root: str) -> Iterator[Listed]:
-        folders = [(Listed(root, "", _FOLDER, None, ""), self._pattern.begin())]
+    def files(self, root: str) -> Iterator[File]:
+        folders = [(File(root, "", -1, "", _FOLDER), self._pattern.begin())]
         with ThreadPoolExecutor(AT_ONCE, "listing") as pool:
             while folders:
                 deeper = []
@@ -142,7 +155,7 @@ class _Walk:
                             deeper.append((found, further))
                 folders = deeper
 
-    def _list(self, folder: Listed) -> list[Listed]:
+    def _list(self, folder: File) -> list[File]:
         try:
             inside = patiently(lambda: list(self._system.ls(folder.path, detail=True)), folder.path)
         except DataError as error:
@@ -156,7 +169,7 @@ class _Walk:
             if (path := str(about["name"])).rstrip("/") != folder.path.rstrip("/")  # an object that stands for it
         ]
 
-    def _behind(self, listed: Listed, *, wanted: bool) -> Listed:
+    def _behind(self, listed: File, *, wanted: bool) -> File:
         """The file behind a link. A link to a folder, and one that leads nowhere where no file is wanted, stays."""
         if listed.kind in (_FILE, _FOLDER):
             return listed
@@ -172,13 +185,13 @@ class _Walk:
         return listed
 
 
-def _listed(about: Mapping[str, Any], path: str, name: str) -> Listed:
+def _listed(about: Mapping[str, Any], path: str, name: str) -> File:
     size = about.get("size")
     kind = _FOLDER if str(about["name"]).endswith("/") else str(about["type"])
-    return Listed(path, name, kind, None if size is None else int(size), mark_of(about))
+    return File(path, name, -1 if size is None else int(size), _mark_of(about), kind)
 
 
-def mark_of(about: Mapping[str, Any]) -> str:
+def _mark_of(about: Mapping[str, Any]) -> str:
     """Return a text that is another one when the file is written again; "" if the store does not say."""
     return next((f"{key} {about[key]}" for key in _MARKS if about.get(key)), "")
 
@@ -240,36 +253,6 @@ def _lasts(error: Exception) -> bool:
 
 
 PART_BYTES = 32 << 20  # a longer range is kept in parts
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """A file of a store.
-
-    Attributes:
-        url: the URL that led to it.
-        path: its path in the store.
-        name: its path below the folder (or the pattern's first folder) of that URL; a file's own name.
-        size: its bytes.
-        mark: another text when it is written again; "" if the store does not say.
-    """
-
-    url: str
-    path: str
-    name: str
-    size: int
-    mark: str
-
-    def __str__(self) -> str:
-        protocol, separator, _ = self.url.partition("://")
-        whole = not separator or "://" in self.path  # HTTP's paths are whole URLs
-        return self.path if whole else f"{protocol}{separator}{self.path.lstrip('/')}"
-
-    @property
-    def digest(self) -> bytes:
-        """What its name in the store, its size and its mark are: 16 bytes."""
-        about = f"{self}\0{self.size}\0{self.mark}".encode(errors="surrogateescape")
-        return hashlib.blake2b(about, digest_size=16).digest()
 
 
 class StoredFiles:
@@ -369,22 +352,21 @@ class StoredFiles:
 
     def _meant(self, url: str, suffix: str) -> list[File]:
         path = str(fsspec.core.url_to_fs(url, **self._options)[1])
-        found = meant(self._system(url), path, suffix)
-        if len(found) == 1 or all(listed.size is not None for listed in found):
-            return [self._sized(url, listed) for listed in found]
+        found = [replace(file, url=url) for file in meant(self._system(url), path, suffix)]
+        if len(found) == 1 or all(file.size >= 0 for file in found):
+            return [self._sized(file) for file in found]
         with ThreadPoolExecutor(AT_ONCE, "asking for sizes") as pool:
-            return list(pool.map(lambda listed: self._sized(url, listed), found))
+            return list(pool.map(self._sized, found))
 
-    def _sized(self, url: str, listed: Listed) -> File:
+    def _sized(self, file: File) -> File:
         """The file, with its size from the store if its listing (a web server's page) does not tell it."""
-        file = File(url, listed.path, listed.name, listed.size or 0, listed.mark)
-        if listed.size is not None:
+        if file.size >= 0:
             return file
-        system = self._system(url)
+        system = self._system(file.url)
         about = patiently(lambda: system.info(file.path), str(file))
         if about.get("size") is None:
             raise DataError(f"{file} cannot be read: its server does not tell its size")
-        return File(url, listed.path, listed.name, int(about["size"]), mark_of(about))
+        return replace(file, size=int(about["size"]), mark=_mark_of(about))
 
     def _system(self, url: str) -> Any:
         process, systems = self._made

@@ -74,10 +74,9 @@ def _digests(dataset: MapDataset, positions: list[int]) -> tuple[tuple[int, str]
                 (sample,) = fetch(dataset, [position])
             except Exception:
                 return None  # training reads it again, and says what is wrong with it
-        digest = hashlib.blake2b(digest_size=8)
-        if not _add(digest, sample):
+        if not (digest := _digest_of(sample)):
             return None
-        digests.append((position, digest.hexdigest()))
+        digests.append((position, digest))
     return tuple(digests)
 
 

@@ -231,42 +231,33 @@ class ReadAhead:
             self._positions.close()
 
 
-class _Fetching:
-    """The threads of that process, and what they fetch."""
-
-    def __init__(self, batches: MicroBatches, dataset: ShardedDataset) -> None:
-        self._dataset, self._changed = dataset, threading.Condition()
-        self._upcoming = Upcoming(batches, dataset, min(MOST, dataset.fills // SHARE))
-        for _ in range(AT_ONCE):
-            threading.Thread(target=self._fetch, name="reading ahead", daemon=True).start()
-
-    def at(self, position: Position) -> None:
-        with self._changed:
-            self._upcoming.at(*position)
-            self._changed.notify_all()
-
-    def _fetch(self) -> None:
-        kept = True
-        while kept:
-            with self._changed:
-                while (shard := self._upcoming.pop()) is None:
-                    self._changed.wait()
-            with contextlib.suppress(Exception):  # who needs it will read it, and say what is wrong
-                kept = self._dataset.fill(shard)
-
-
 def _read_ahead(positions: socket.socket, workers_end: socket.socket, batches: MicroBatches) -> None:
     """Run in the process of its own until the worker is gone."""
     BeginLoading(None)(0)
     workers_end.close()
-    assert isinstance(batches.dataset, ShardedDataset)
-    fetching = _Fetching(batches, batches.dataset)
+    dataset, changed = batches.dataset, threading.Condition()
+    assert isinstance(dataset, ShardedDataset)
+    upcoming = Upcoming(batches, dataset, min(MOST, dataset.fills // SHARE))
+
+    def fetch() -> None:
+        kept = True
+        while kept:
+            with changed:
+                while (shard := upcoming.pop()) is None:
+                    changed.wait()
+            with contextlib.suppress(Exception):  # who needs it will read it, and say what is wrong
+                kept = dataset.fill(shard)
+
+    for _ in range(AT_ONCE):
+        threading.Thread(target=fetch, name="reading ahead", daemon=True).start()
     positions.settimeout(AHEAD_LOOK_S)
     while (parent := parent_process()) is not None and parent.is_alive():
         with contextlib.suppress(TimeoutError):
             if not (told := positions.recv(_LONGEST)):
                 return
-            fetching.at(msgspec.msgpack.decode(told, type=Position))
+            with changed:
+                upcoming.at(*msgspec.msgpack.decode(told, type=Position))
+                changed.notify_all()
 
 
 LOST_IN_A_ROW = 3  # so often loader processes may die, or fail to start, before one of them has loaded anything

@@ -66,14 +66,6 @@ class ShownLine:
 
 
 @dataclass(slots=True)
-class _HeldLines:
-    """The lines of a process, from the beginning of an error on."""
-
-    began: float
-    lines: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class Output:
     """The lines of all processes. An error is held back until its process ends or continues.
 
@@ -82,7 +74,8 @@ class Output:
     """
 
     ending: bool = False  # we are ending the processes: do not show what they print about that
-    _held: dict[str, _HeldLines] = field(default_factory=dict)
+    # process -> when it began with an error, and its lines from there on
+    _held: dict[str, tuple[float, list[str]]] = field(default_factory=dict)
     _shown: dict[str, list[str]] = field(default_factory=dict)  # kind of error -> the processes that ended with it
     _last: dict[str, str] = field(default_factory=dict)  # process -> the sentence of ours that it ended with
     # (when it ended, the process, its lines)
@@ -97,35 +90,35 @@ class Output:
             return [ShownLine(process, text)] if text and not self.ending else []
         held = self._held.get(process)
         if held is None and (text == _TRACEBACK or text.startswith((_SENTENCE, _SYNTAX))):
-            held = self._held[process] = _HeldLines(now)
+            held = self._held[process] = now, []
         if held is None:
             return [] if self.ending else [ShownLine(process, text)]
-        held.lines.append(text)
-        if len(held.lines) < _MOST_HELD:
+        held[1].append(text)
+        if len(held[1]) < _MOST_HELD:
             return []
         del self._held[process]  # no error has so many: it goes on printing
-        return [] if self.ending else [ShownLine(process, line) for line in held.lines]
+        return [] if self.ending else [ShownLine(process, line) for line in held[1]]
 
     def ended(self, process: str, now: float, *, well: bool = False) -> list[ShownLine]:
         """`process` has ended, with status 0 if `well`. Returns which of its held lines to show now."""
-        held = self._held.pop(process, None)
-        if held is None:
+        if process not in self._held:
             return []
+        _, lines = self._held.pop(process)
         if well and not self.ending:  # it only printed something that looks like an error, such as "error: 0.25"
-            return [ShownLine(process, text) for text in held.lines]
-        kind = _kind(held.lines)
+            return [ShownLine(process, text) for text in lines]
+        kind = _kind(lines)
         if kind in _QUIET or (self.ending and kind not in self._shown):
             return []
         if kind.startswith(_SENTENCE):
-            self._last[process] = held.lines[0].removeprefix(_SENTENCE)
+            self._last[process] = lines[0].removeprefix(_SENTENCE)
         alike = self._shown.setdefault(kind, [])
         alike.append(process)
         if len(alike) > 1:
             return []
         if kind.startswith(_SENTENCE):
-            self._sentences.append((now, process, held.lines))
+            self._sentences.append((now, process, lines))
             return []
-        return [ShownLine(process, text) for text in held.lines]
+        return [ShownLine(process, text) for text in lines]
 
     def exit_of(self, process: str, how: Exit) -> Exit:
         """How `process` has ended, with what it has said about that."""
@@ -133,8 +126,8 @@ class Output:
 
     def due(self, now: float) -> list[ShownLine]:
         """Return the held lines of processes that continued after an error, and the errors that did not end the run."""
-        late = [process for process, held in self._held.items() if now - held.began > _HELD_S]
-        shown = [ShownLine(process, text) for process in late for text in self._held.pop(process).lines]
+        late = [process for process, (began, _) in self._held.items() if now - began > _HELD_S]
+        shown = [ShownLine(process, text) for process in late for text in self._held.pop(process)[1]]
         while self._sentences and now - self._sentences[0][0] > _LAST_WORD_S:
             _, process, lines = self._sentences.pop(0)
             shown += [ShownLine(process, text) for text in lines]
@@ -490,7 +483,16 @@ class RunConsole:
     def _begin(self, plan: Planned) -> None:
         self._start = time.monotonic()
         if self.state.of_sums:
-            self._sums_begin(plan)
+            self.console.print(
+                f"sums of {counted(len(plan.workers), 'worker')} on {counted(len(plan.servers), 'server')}; the "
+                "scripts decide when they end"
+            )
+            self._recent.append((self._start, 0))
+            self._last_plain = self._start
+            if self.console.is_terminal:
+                self._progress = Progress(TextColumn("{task.description}"), console=self.console, transient=True)
+                self._task = self._progress.add_task("0 sums", total=None)
+                self._progress.start()
             return
         replica = "contributor" if plan.loss == "never" else "replica"
         words = f"{plan.words:,}" if plan.words < 100_000 else f"{plan.words / 1e6:,.2f} M"
@@ -506,18 +508,6 @@ class RunConsole:
             self._task = self._progress.add_task(
                 "train", total=plan.steps or None, completed=plan.done, loss="-", metrics="", rate=""
             )
-            self._progress.start()
-
-    def _sums_begin(self, plan: Planned) -> None:
-        self.console.print(
-            f"sums of {counted(len(plan.workers), 'worker')} on {counted(len(plan.servers), 'server')}; the scripts "
-            "decide when they end"
-        )
-        self._recent.append((self._start, 0))
-        self._last_plain = self._start
-        if self.console.is_terminal:
-            self._progress = Progress(TextColumn("{task.description}"), console=self.console, transient=True)
-            self._task = self._progress.add_task("0 sums", total=None)
             self._progress.start()
 
     def _sums_made(self, script: ScriptAt) -> None:

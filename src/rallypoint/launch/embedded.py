@@ -134,7 +134,13 @@ class ImportJob(EmbeddedJob):
         warnings = _left_out(tensors, model, checkpoint)
         if task.strict and warnings:
             raise DataError(f"--strict: {'; '.join(warnings)}")
-        _check_frozen(tensors, checkpoint)
+        for name, parameter in tensors.frozen.items():
+            found = checkpoint.model.get(name)
+            if found is not None and not torch.equal(found.to(parameter.dtype), parameter.detach().cpu()):
+                raise DataError(
+                    f"the checkpoint has other values of {name}, which is frozen: servers do not hold frozen "
+                    "parameters, so let the script load them before job.train"
+                )
         if tensors.carried is not None:  # no checkpoint has it: replicas begin with what the script gives
             checkpoint = replace(checkpoint, model={**checkpoint.model, **tensors.carried.tensors})
         record = record_of(
@@ -178,17 +184,6 @@ def _left_out(tensors: ModelTensors, model: torch.nn.Module, checkpoint: Checkpo
             why = "the script's model does not have" if what == "weights" else "the script's model does not train"
             said.append(f"the checkpoint has {what} that {why}, and they are left out: {some}")
     return said
-
-
-def _check_frozen(tensors: ModelTensors, checkpoint: Checkpoint) -> None:
-    """Frozen parameters are the script's: raise DataError where the checkpoint has others."""
-    for name, parameter in tensors.frozen.items():
-        found = checkpoint.model.get(name)
-        if found is not None and not torch.equal(found.to(parameter.dtype), parameter.detach().cpu()):
-            raise DataError(
-                f"the checkpoint has other values of {name}, which is frozen: servers do not hold frozen parameters, "
-                "so let the script load them before job.train"
-            )
 
 
 class ReplayedRun(Run):

@@ -22,14 +22,13 @@ from rallypoint.core.typed import printable
 from rallypoint.errors import DataError, Explained, RallypointError, UsageError, to_resume
 from rallypoint.launch.kept_code import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS_FOLDER, TLS, read_plan
-from rallypoint.own_files import COORDINATOR_LOCK, LOCK, is_held, lock_within, opened, read_file
+from rallypoint.own_files import COORDINATOR_LOCK, LOCK, held, is_held, opened, read_file
 from rallypoint.store.snapshots import SnapshotStore
 
 CLUSTER_FILE = "cluster.json"
 CONSOLE, CONSOLE_BEFORE = "console.log", "console.log.1"  # what processes have printed: see `reporting.kept_lines`
 STACKS, REPORTS = "stacks", "reports"  # see `launch.observing`
 PREDECESSOR_S = 5.0  # so long a coordinator waits for the one before it to end
-_LOOK_S = 0.05
 TOKEN_FILE = "token-{}"  # of a coordinator that was started by hand, with its process id
 _EVENTS = "events.jsonl"
 _ANOTHER = "; choose another --folder"
@@ -71,22 +70,12 @@ def locked(folder: Path) -> Iterator[None]:
 
     The lock is the operating system's: it ends with this process, in any case.
     """
-    with Explained(UsageError, f"{folder} cannot be a run's folder", _ANOTHER):
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may not write it: see `code.trusted`
-        with opened(folder) as own:
-            fd = own.lock_file(LOCK)
-    try:
-        free = True
-        with contextlib.suppress(OSError):  # ENOLCK, ENOSYS: a file system without locks keeps nobody out
-            free = lock_within(fd, 0.0, _LOOK_S)
-        if not free:
-            raise UnderWay(
-                f"a run is under way in {folder}: end it first (Ctrl-C where it was started), or choose another "
-                "--folder"
-            )
+    why = f"a run is under way in {folder}: end it first (Ctrl-C where it was started), or choose another --folder"
+    with contextlib.ExitStack() as stack:
+        with Explained(UsageError, f"{folder} cannot be a run's folder", _ANOTHER):
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may not write it: see `code.trusted`
+            stack.enter_context(held(folder, LOCK, 0.0, lambda _: UnderWay(why)))
         yield
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -94,29 +83,24 @@ def coordinated(folder: Path) -> Iterator[None]:
     """While in the body, this process is the folder's only coordinator; create the folder if needed.
 
     Two would write one journal, and both could prove that they are the job's. A coordinator that is about to end is
-    waited for, up to 5 s; then UsageError. The lock is the operating system's: it ends with this process. A file system
-    without locks keeps nobody out.
+    waited for, up to 5 s; then UsageError.
     """
-    with Explained(UsageError, f"{folder} cannot hold the journal", _ANOTHER):
-        folder.mkdir(parents=True, exist_ok=True)
-        with opened(folder) as own:
-            fd = own.lock_file(COORDINATOR_LOCK)
-    try:
-        free = True
-        with contextlib.suppress(OSError):  # ENOLCK, ENOTSUP: it has no locks
-            free = lock_within(fd, PREDECESSOR_S, _LOOK_S)
-        if not free:
-            who = printable(os.pread(fd, 200, 0).decode(errors="replace")) or "another process"
-            raise UsageError(
-                f"{folder} has a coordinator already ({who}): end that one first. If its machine has died, and "
-                f"the network file system still keeps its lock, delete {folder / COORDINATOR_LOCK}"
-            )
+
+    def refusal(fd: int) -> UsageError:
+        who = printable(os.pread(fd, 200, 0).decode(errors="replace")) or "another process"
+        return UsageError(
+            f"{folder} has a coordinator already ({who}): end that one first. If its machine has died, and the network "
+            f"file system still keeps its lock, delete {folder / COORDINATOR_LOCK}"
+        )
+
+    with contextlib.ExitStack() as stack:
+        with Explained(UsageError, f"{folder} cannot hold the journal", _ANOTHER):
+            folder.mkdir(parents=True, exist_ok=True)
+            fd = stack.enter_context(held(folder, COORDINATOR_LOCK, PREDECESSOR_S, refusal))
         with contextlib.suppress(OSError):  # a full disk: the name is for a sentence
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
-    finally:
-        os.close(fd)
 
 
 class UnderWay(UsageError):

@@ -198,16 +198,6 @@ class ClusterRun:
 
     # ---- queries and commands for others ----
 
-    @property
-    def workers_wanted(self) -> int:
-        """How many workers should run, standby workers included."""
-        return self.supervisor.wanted["worker"]
-
-    @property
-    def servers_wanted(self) -> int:
-        """How many servers should run."""
-        return self.supervisor.wanted["server"]
-
     def of_role(self, role: str) -> list[Handle]:
         """Return the running processes of a role, the oldest first."""
         return [handle for handle in self.handles.values() if handle.command.role == role and handle.exit() is None]

@@ -7,11 +7,3 @@ from __future__ import annotations
 
 RECIPES = {"gpt": "rallypoint.recipes.gpt", "resnet": "rallypoint.recipes.resnet"}
 """The module of each recipe; its `main(argv)` trains and returns the exit status."""
-
-DESCRIPTIONS = {
-    "gpt": "A byte-level GPT on any folder of text (default: Python's own standard library).",
-    "resnet": "A small ResNet with BatchNorm on scikit-learn's handwritten digits.",
-}
-"""What each recipe does, in one sentence."""
-
-__all__ = ["DESCRIPTIONS", "RECIPES"]

@@ -30,12 +30,6 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     Alpaydin and Kaynak 1998. The split is by position, so every process makes the same one. Raises `DataError` when
     scikit-learn, which contains the images, is not installed.
     """
-    images, labels = _read()
-    held_out = torch.arange(len(images)) % VALIDATION_EVERY == VALIDATION_EVERY - 1
-    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
-
-
-def _read() -> tuple[Tensor, Tensor]:
     try:
         # Imported here: it takes a second, and only this recipe needs this optional package.
         from sklearn import datasets
@@ -44,7 +38,9 @@ def _read() -> tuple[Tensor, Tensor]:
     bunch = datasets.load_digits()
     # Stored as whole numbers 0..16.
     images = torch.from_numpy(bunch.images.astype(numpy.float32) / 16.0).unsqueeze(1)
-    return images, torch.from_numpy(bunch.target.astype(numpy.int64))
+    labels = torch.from_numpy(bunch.target.astype(numpy.int64))
+    held_out = torch.arange(len(images)) % VALIDATION_EVERY == VALIDATION_EVERY - 1
+    return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,10 @@ class BasicBlock(nn.Module):
         self.norm_first = nn.BatchNorm2d(outputs)
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.norm_second = nn.BatchNorm2d(outputs)
-        self.shortcut = _shortcut(inputs, outputs, stride=stride)
+        self.shortcut: nn.Module = nn.Identity()
+        if inputs != outputs or stride != 1:
+            projected = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(projected, nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = functional.relu(self.norm_first(self.first(x)))
@@ -116,8 +115,3 @@ class ResNet(SavedModel):
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats per image; `labels` is int64 [batch]."""
         return functional.cross_entropy(self(images), labels)
-
-def _shortcut(inputs: int, outputs: int, *, stride: int) -> nn.Module:
-    if inputs == outputs and stride == 1:
-        return nn.Identity()
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))

@@ -69,7 +69,9 @@ def load_text(folder: Path | None = None, *, block: int, budget: int = BUDGET) -
     files builds the same datasets. With too few files for a validation file, validation gets the last twentieth of the
     bytes. Raises `DataError` when the folder holds no text.
     """
-    train, validation = split_files(some_text(folder))
+    if not (files := list_text_files(folder)):
+        raise DataError(_nothing_found(folder or stdlib_folder()))
+    train, validation = split_files(files)
     for_validation = budget // VALIDATION_EVERY
     if validation:
         train_data = read_bytes(train, budget=budget - for_validation)
@@ -120,13 +122,6 @@ def list_text_files(folder: Path | None = None) -> list[Path]:
     return [path for path in ordered if _is_text(path)]
 
 
-def some_text(folder: Path | None) -> list[Path]:
-    """Return the text files of `folder` (default: the standard library). Raises DataError if there is none."""
-    if not (files := list_text_files(folder)):
-        raise DataError(_nothing_found(folder or stdlib_folder()))
-    return files
-
-
 def _is_text(path: Path) -> bool:
     if not path.is_file():
         return False
@@ -134,16 +129,11 @@ def _is_text(path: Path) -> bool:
         return path.stat().st_size > 0
     with path.open("rb") as file:
         start = file.read(1024)
-    return bool(start) and b"\0" not in start and _is_utf8(start)
-
-
-def _is_utf8(start: bytes) -> bool:
-    """True if these bytes begin a UTF-8 text; a character may be cut off at their end."""
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(start)
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # a character may be cut off at its end
     except UnicodeDecodeError:
         return False
-    return True
+    return bool(start) and b"\0" not in start
 
 
 def _nothing_found(folder: Path) -> str:

@@ -34,15 +34,6 @@ def model_state(store: SnapshotStore, manifest: Manifest) -> dict[str, torch.Ten
     return _Flat(store, manifest, lambda name: name == MASTER).model()
 
 
-def optimizer_state(store: SnapshotStore, manifest: Manifest) -> OptimizerState:
-    """Return each trained parameter's optimizer state, under the parameter's first name.
-
-    A state is tensors of the parameter's shape (as stored: fp32) and numbers. Raises DamagedSnapshot when a shard
-    cannot be read, or two shards of one parameter do not agree.
-    """
-    return _Flat(store, manifest, lambda name: name not in (MASTER, AVERAGE)).optimizer()
-
-
 def export_snapshot(
     location: str, to: Path, *, average: bool = False, best: bool = False, format: Format | None = None
 ) -> str:  # fmt: skip

@@ -90,18 +90,13 @@ class PageReader:
 
     _seen: dict[str, tuple[int, int]] = field(default_factory=dict)  # curve -> its revision, and its last point's step
     _lists: dict[str, object] = field(default_factory=dict)  # part -> what it was made from
-    _revision: int = -1
-
-    @property
-    def began(self) -> bool:
-        """True if this page knows something already."""
-        return self._revision >= 0
+    revision: int = -1  # of the run; -1: this page knows nothing yet
 
     def news(self, run: RunState) -> dict[str, Any] | None:
         """What has changed since the last call, for JSON; None if nothing has."""
-        if run.revision == self._revision:
+        if run.revision == self.revision:
             return None
-        self._revision = run.revision
+        self.revision = run.revision
         said: dict[str, Any] = {
             "now": round(run.now, 2),
             "step": run.step,
@@ -227,7 +222,7 @@ class Page:
         """What is new to this reader; with the facts if it knows nothing yet."""
         follower = self._follower
         with follower.lock:
-            first = not reader.began
+            first = reader.revision < 0
             news = reader.news(follower.run)
         if news is None:
             return None

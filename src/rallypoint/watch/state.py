@@ -356,8 +356,8 @@ class Point:
 class Series:
     """At most `most` points of values by step: each has the mean, the lowest and the highest value of `width` steps.
 
-    Values that are not finite are counted in `odd`, and left out: JSON has none, and no axis can show them. A step
-    that comes again replaces all points from it on: a run that went back computes them anew.
+    Values that are not finite are left out: JSON has none, and no axis can show them. A step that comes again replaces
+    all points from it on: a run that went back computes them anew.
 
     Attributes:
         width: the steps of each point, a power of two.
@@ -370,13 +370,11 @@ class Series:
     points: list[Point] = field(default_factory=list)
     revision: int = 0
     whole: int = 0
-    odd: int = 0
     _last: int = -1  # the highest step that has come
 
     def add(self, step: int, value: float) -> None:
         """Add the value of a step."""
         if not math.isfinite(value):
-            self.odd += 1
             return
         self.revision += 1
         if step <= self._last:  # forget what came from it on; the point that begins before it keeps what it has

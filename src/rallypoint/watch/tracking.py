@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import html
 import importlib.util
@@ -11,7 +10,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rallypoint.errors import UsageError, to_install
-from rallypoint.own_files import lock_within, opened, read_file
+from rallypoint.own_files import held, opened, read_file
 from rallypoint.watch.follow import Event, Log, check_log
 from rallypoint.watch.state import EVALUATION, RunState
 
@@ -107,7 +106,12 @@ def track(
     same now, and what the tracker raises.
     """
     check_log(folder)
-    with _alone(place):
+    # Else each step would be there twice
+    taken = UsageError(
+        f"another process writes {place.parent} for the same tracker already, as `rallypoint run --track` does: there "
+        "is nothing left to do"
+    )
+    with held(place.parent, place.with_suffix(".lock").name, PREDECESSOR_S, lambda _: taken):
         log, before = Log(folder), _position(place)
         tracked = _Tracked(tracker, facts)
         while True:
@@ -150,23 +154,6 @@ class _Tracked:
         self.tracker.log(*self.run.row)
 
 
-@contextlib.contextmanager
-def _alone(place: Path) -> Iterator[None]:
-    """In the body no other process writes the same: each step would be there twice. UsageError if one does not end."""
-    with opened(place.parent) as folder:
-        lock = folder.lock_file(place.with_suffix(".lock").name)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            if not lock_within(lock, PREDECESSOR_S, _LOOK_S):
-                raise UsageError(
-                    f"another process writes {place.parent} for the same tracker already, as `rallypoint run --track` "
-                    "does: there is nothing left to do"
-                )
-        yield
-    finally:
-        os.close(lock)
-
-
 def _position(place: Path) -> Position:
     try:
         return msgspec.json.decode(read_file(place), type=Position)
@@ -186,7 +173,7 @@ def open_tracker(target: str) -> Tracker:
     return kinds[kind](Path(folder))
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in ``folder/NAME``, by tensorboardX. A run that goes back begins a new file, which says from which
     step on older ones are void: TensorBoard then shows no step twice."""
 
@@ -202,7 +189,6 @@ class TensorBoard:
         self._file: Any = None
 
     def start(self, run: RunFacts) -> None:
-        """See `Tracker`."""
         self.close()
         place = self._folder / run.name
         place.mkdir(parents=True, exist_ok=True)
@@ -217,12 +203,10 @@ class TensorBoard:
             self._write(0, self._text("settings", f"| setting | value |\n|---|---|\n{rows}"))
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """See `Tracker`."""
         values = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
         self._write(step, self._summaries.Summary(value=values))
 
     def close(self) -> None:
-        """See `Tracker`."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -232,7 +216,7 @@ class TensorBoard:
         self._file.flush()
 
 
-class Wandb:
+class Wandb(Tracker):
     """``folder/wandb/offline-run-*``: ``wandb sync`` sends that, when its user wants it. It cannot take back a step: a
     run that goes back begins another one of W&B, in the same group."""
 
@@ -245,7 +229,6 @@ class Wandb:
         self._run: Any = None
 
     def start(self, run: RunFacts) -> None:
-        """See `Tracker`."""
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
         # Offline, and nothing but what `log` is given: not the command line, the host, git, the code or what is printed
@@ -263,18 +246,16 @@ class Wandb:
         self._run.define_metric("*", step_metric=STEP)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """See `Tracker`."""
         self._run.log({**figures, STEP: step})
 
     def close(self) -> None:
-        """See `Tracker`."""
         if self._run is not None:
             self._run.finish()
             self._run = None
             self._wandb.teardown()  # only now everything is in the file
 
 
-class MLflow:
+class MLflow(Tracker):
     """The experiment "rallypoint" in ``folder/mlflow.db``, by mlflow-skinny: ``mlflow ui`` shows it. It cannot take
     back a step: a run that goes back begins another one of MLflow, with the same tag ``rallypoint.run``."""
 
@@ -291,7 +272,6 @@ class MLflow:
         self._run, self._metrics, self._sent = "", list[Any](), 0.0
 
     def start(self, run: RunFacts) -> None:
-        """See `Tracker`."""
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._client = self._open(tracking_uri=f"sqlite:///{self._folder / 'mlflow.db'}")
@@ -312,7 +292,6 @@ class MLflow:
             self._send()
 
     def close(self) -> None:
-        """See `Tracker`."""
         if self._client is not None:
             self._send()
             self._client.set_terminated(self._run)

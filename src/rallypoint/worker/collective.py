@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -117,20 +117,6 @@ class _Sum:
     left: int = 0  # pieces
 
 
-@dataclass(slots=True)
-class _Queues:
-    """The pieces that wait for their shard's turn, or for its version."""
-
-    by_shard: dict[int, deque[tuple[_Sum, SumPiece]]] = field(default_factory=dict)
-
-    def add(self, asked: _Sum, piece: SumPiece) -> None:
-        self.by_shard.setdefault(piece.shard, deque()).append((asked, piece))
-
-    @property
-    def waiting(self) -> list[int]:
-        return [shard for shard, queue in self.by_shard.items() if queue]
-
-
 class SumWorker:
     """This process as worker number `rank` of a job of sums. Any thread may ask for a sum.
 
@@ -152,7 +138,9 @@ class SumWorker:
         machine = self._locked.machine
         assert isinstance(machine, RollingMachine)
         machine.number, self._machine = rank, machine
-        self._cutter, self._queues = Cutter(exchange.layout), _Queues()
+        self._cutter = Cutter(exchange.layout)
+        # By shard the pieces that wait for its turn, or for its version
+        self._queues = defaultdict[int, deque[tuple[_Sum, SumPiece]]](deque)
         self._failure: BaseException | None = None
         self._closing = False
         self.when_broken: Callable[[JobAborted], None] | None = None
@@ -212,12 +200,17 @@ class SumWorker:
                 pieces = cut()
                 asked.left = len(pieces)
                 for piece in pieces:
-                    self._queues.add(asked, piece)
+                    self._queues[piece.shard].append((asked, piece))
                 self._locked.changed.notify_all()
         if failure is not None:
             asked.done(failure)
 
     # ---- the thread ----
+
+    @property
+    def _waiting(self) -> list[int]:
+        """The shards for which pieces wait."""
+        return [shard for shard, queue in self._queues.items() if queue]
 
     def _run(self) -> None:
         failure: BaseException = UsageError("the sums were closed while some were under way")
@@ -228,8 +221,8 @@ class SumWorker:
             failure = error
         with self._locked.changed:
             self._failure = failure
-            left = {id(asked): asked for queue in self._queues.by_shard.values() for asked, _ in queue}
-            self._queues.by_shard.clear()
+            left = {id(asked): asked for queue in self._queues.values() for asked, _ in queue}
+            self._queues.clear()
         for asked in left.values():
             asked.done(failure)
         if self.when_broken is not None and isinstance(failure, JobAborted):
@@ -243,7 +236,7 @@ class SumWorker:
                 return False
             uploads = self._machine.next_action() is not None
             landed = self._machine.landed_shards
-            fills = [shard for shard in self._queues.waiting if self._machine.may_fill(shard)]
+            fills = [shard for shard in self._waiting if self._machine.may_fill(shard)]
             for shard in fills:
                 self._machine.fill(shard)
         if uploads:
@@ -258,11 +251,11 @@ class SumWorker:
         """Wait for something to do. While no sum is under way the script computes, as long as it likes."""
         if self._ready():
             pass
-        elif self._queues.waiting or self._machine.step < 0:
+        elif self._waiting or self._machine.step < 0:
             self._locked.wait(self._ready, self._awaited)
         else:
             with self._loop.elsewhere():
-                self._locked.changed.wait_for(lambda: self._ready() or self._locked.failure or self._queues.waiting)
+                self._locked.changed.wait_for(lambda: self._ready() or self._locked.failure or self._waiting)
         if self._locked.failure is not None:
             raise self._locked.failure
         if refusal := self._ended.refusal_of(self.asked):
@@ -278,18 +271,18 @@ class SumWorker:
         return bool(
             self._closing or machine.broken or self._ended.refusal_of(self.asked)
             or machine.complete or machine.next_action() is not None
-            or any(machine.may_fill(shard) for shard in self._queues.waiting)
+            or any(machine.may_fill(shard) for shard in self._waiting)
         )  # fmt: skip
 
     def _awaited(self) -> str:
-        if self._queues.waiting == [CLOCK]:
+        if self._waiting == [CLOCK]:
             return "the other workers' scripts to end: this one's has, and asks for no more sums"
-        shards = [shard for shard in self._machine.waits_for if self._queues.by_shard.get(shard)]
+        shards = [shard for shard in self._machine.waits_for if self._queues.get(shard)]
         where = self._loop.where(shards or self._machine.waits_for)
         return f"sums of all workers: {where}" if where else "sums of all workers"
 
     def _fill(self, shard: int) -> None:
-        asked, piece = self._queues.by_shard[shard][0]
+        asked, piece = self._queues[shard][0]
         words = self._exchange.memory.words(shard)
         part = asked.values[piece.start : piece.stop]
         words[: len(part)].copy_(part)
@@ -299,14 +292,14 @@ class SumWorker:
     def _take(self, shard: int) -> None:
         asked = None
         if self._machine.at[shard] >= 0:  # else it is the first version, which is nobody's sum
-            asked, piece = self._queues.by_shard[shard][0]  # left there for `_run`, should this fail
+            asked, piece = self._queues[shard][0]  # left there for `_run`, should this fail
             start, stop = max(piece.start, asked.keeps.start), min(piece.stop, asked.keeps.stop)
             if start < stop:
                 words = self._exchange.memory.words(shard)[start - piece.start : stop - piece.start]
                 asked.into[start - asked.keeps.start : stop - asked.keeps.start].copy_(words)
         self._locked.apply(lambda: self._machine.taken(shard))
         if asked is not None:
-            self._queues.by_shard[shard].popleft()
+            self._queues[shard].popleft()
             asked.left -= 1
             if not asked.left:
                 self.made += 1

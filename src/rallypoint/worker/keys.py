@@ -71,7 +71,13 @@ def declared(
     specs = {name: TensorSpec(name, _shape(name, keys[name]), "float32", group_of(config, name, 2)) for name in names}
     tables = [specs.pop(name) for name in names if is_table(keys[name])]
     for table in tables:
-        _check_table(table, config)
+        if len(table.shape) != 2:
+            raise ConfigError(
+                f"key {table.name} is declared on the meta device, as a table: that has rows and columns, not "
+                f"{table.shape}"
+            )
+        if why := refusal(of_group(config, table.group).optimizer):
+            raise ConfigError(f"key {table.name} cannot be a table: {why}")
     return config, build_layout(list(specs.values()), config.network.shard_bytes, tables=tables)
 
 
@@ -106,15 +112,6 @@ def _shape(name: str, given: KeyShape) -> tuple[int, ...]:
     if not all(size > 0 for size in shape):
         raise ConfigError(f"key {name} of shape {list(shape)} has no values: leave it out")
     return shape
-
-
-def _check_table(table: TensorSpec, config: JobConfig) -> None:
-    if len(table.shape) != 2:
-        raise ConfigError(
-            f"key {table.name} is declared on the meta device, as a table: that has rows and columns, not {table.shape}"
-        )
-    if why := refusal(of_group(config, table.group).optimizer):
-        raise ConfigError(f"key {table.name} cannot be a table: {why}")
 
 
 # ---- A dense key: a tensor, cut into shards ----

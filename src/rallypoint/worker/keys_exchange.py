@@ -7,7 +7,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rallypoint.config import JobConfig
 from rallypoint.core import keys as machine
@@ -19,7 +18,7 @@ from rallypoint.core.worker.slots import Store
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError, StoreRolledBack
 from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind, wants
 from rallypoint.observe.waits import wait_until
-from rallypoint.worker.exchange.links import ExchangeContext, Links, Receiver, ServerLink
+from rallypoint.worker.exchange.links import ExchangeContext, Links, Receiver, ServerLink, nothing
 
 # ---- What a store's worker has asked for, and what has come ----
 
@@ -67,56 +66,17 @@ class Answers:
         asked = self.asked.get(number)
         return _NO_ROWS if asked is None else asked.rows
 
-    def fits(self, number: int, nbytes: int) -> bool:
-        """Is this the length of that request's answer, if anybody still wants it?"""
-        asked = self.asked.get(number)
-        return asked is None or asked.nbytes == nbytes
-
-    def take_with_push(self, shard: int, version: int) -> bytearray | None:
-        """Take the value that came with a push, if none newer than this version is known."""
-        came = self.with_push.pop(shard, None)
-        return None if came is None or came[0] < version else came[1]
-
-    def clear(self) -> None:
-        """A new generation: what was asked for has no answer any more."""
-        self.asked.clear()
-        self.with_push.clear()
-
 
 # ---- What arrives on a store's links, checked. Called on the links' threads ----
 
 
-class StoreIntake(Protocol):
-    """Takes what has arrived; the exchange of the store. Each takes the lock."""
-
-    def valued(self, shard: int, contributor: int, clock: int, version: int, data: bytearray) -> None:
-        """The answer to a want, with the shard's value."""
-
-    def answered(self, shard: int, number: int, version: int, data: bytearray | None) -> None:
-        """The answer to a pull; None: the version is not kept any more."""
-
-    def fits(self, number: int, nbytes: int) -> bool:
-        """Can so many bytes of rows answer the pull with that number?"""
-
-    def to_wait(self, contributor: int) -> None:
-        """The policy makes the contributor wait."""
-
-    def link_up(self, server: str) -> None:
-        """The link is up (again)."""
-
-    def link_lost(self, server: str) -> None:
-        """The link has ended."""
-
-    def fail(self, error: BaseException) -> None:
-        """Raise this error in whatever waits."""
-
-
 class KeyArrivals(Receiver):
-    """What arrives on all links of one store. Its values are raw."""
+    """What arrives on all links of one store, whose values are raw. It goes to the machine, and to who has asked."""
 
-    def __init__(self, layout: Layout, config: JobConfig, heard: StoreIntake) -> None:
-        self._layout, self._contributors, self._heard = layout, config.replicas, heard
-        self._steps = config.rounds
+    def __init__(self, exchange: KeyExchange) -> None:
+        self._exchange, self._keys, self._answers = exchange, exchange.machine, exchange.answers
+        self._layout, config = exchange.layout, exchange.config
+        self._contributors, self._steps = config.replicas, config.rounds
         self._most = config.rounds * (config.replicas if config.clocks("parameters") else 1)  # versions of a shard
         self._landing = threading.local()  # each link has a thread, and receives one value at a time
 
@@ -134,32 +94,61 @@ class KeyArrivals(Receiver):
 
     def landed(self, shard: int) -> None:
         header, data = self._landing.now
-        self._heard.valued(shard, header.wants - 2, header.base, header.step, data)
+        self.valued(shard, header.wants - 2, header.base, header.step, data)
+
+    def valued(self, shard: int, contributor: int, clock: int, version: int, data: bytearray) -> None:
+        """The answer to a want, with the shard's value (of a part of a table: without any)."""
+
+        def replied() -> list[machine.Effect]:
+            counts = clock > self._keys.lines[shard].pushes.get(contributor, clock)
+            if counts and shard not in self._keys.tables:
+                self._answers.with_push[shard] = version, data
+            return self._keys.replied(shard, contributor, clock, version)
+
+        self._exchange.apply(replied)
 
     def rows(self, header: Header, data: bytearray) -> None:
         shard = self._shard(header)
         if header.flags & SKIP:
-            self._heard.answered(shard.index, header.base, header.step, None)
-        elif len(data) != shard.nbytes if shard.part is None else not self._heard.fits(header.base, len(data)):
+            self.answered(shard.index, header.base, header.step, None)
+        elif len(data) != shard.nbytes if shard.part is None else not self._fits(header.base, len(data)):
             raise ProtocolError(f"{len(data)} bytes of shard {shard.index}, for another number of rows")
         else:
-            self._heard.answered(shard.index, header.base, header.step, data)
+            self.answered(shard.index, header.base, header.step, data)
+
+    def answered(self, shard: int, number: int, version: int, data: bytearray | None) -> None:
+        """The answer to a pull; None: the version is not kept any more."""
+
+        def answers() -> list[machine.Effect]:
+            pushed = bool(self._keys.lines[shard].pushes)
+            done, effects = self._keys.answered(shard, number, version, kept=data is not None)
+            if data is not None:
+                self._answers.came(done, version, data)
+                if number == machine.OWN and pushed and shard not in self._keys.tables:
+                    self._answers.with_push[shard] = version, data
+            return effects
+
+        self._exchange.apply(answers)
 
     def to_wait(self, replica: int, clock: int) -> None:
         if not 0 <= replica < self._contributors:
             raise ProtocolError(f"contributor {replica} is to wait: there are {self._contributors}")
-        self._heard.to_wait(replica)
+        self._exchange.apply(lambda: self._keys.to_wait(replica))
 
     def link_up(self, server: Member) -> None:
-        self._heard.link_up(server.id)
+        self._exchange.apply(lambda: self._keys.link_up(server.id) if self._exchange.table.up(server.id) else [])
 
     def link_lost(self, server: Member, error: RallypointError) -> None:
+        def lost() -> list[machine.Effect]:
+            self._exchange.table.lost(server.id)
+            return self._keys.link_lost(server.id)
+
         if isinstance(error, ProtocolError):
-            self._heard.fail(JobAborted(f"the link to server {server.id} is gone: {error}"))
-        self._heard.link_lost(server.id)
+            self._exchange.fail(JobAborted(f"the link to server {server.id} is gone: {error}"))
+        self._exchange.apply(lost)
 
     def link_failed(self, server: Member, fault: Exception) -> None:
-        self._heard.fail(JobAborted(f"the link to server {server.id} has failed: {fault!r}"))
+        self._exchange.fail(JobAborted(f"the link to server {server.id} has failed: {fault!r}"))
 
     def _shard(self, header: Header) -> Shard:
         if not 0 <= header.shard < len(self._layout.shards):
@@ -168,71 +157,13 @@ class KeyArrivals(Receiver):
             raise ProtocolError(f"version {header.step} of shard {header.shard}, which has {self._most} at most")
         return self._layout.shards[header.shard]
 
-
-# ---- What has arrived on a store's links goes to the machine, and to who has asked. See `StoreIntake` ----
-
-
-Change = Callable[[], Sequence[machine.Effect]]
-
-
-@dataclass(frozen=True, slots=True)
-class KeysHeard:
-    """Called on the links' threads. `changed` is the exchange's lock; `apply` makes a change under it, and then sends
-    what follows; `fail` ends all waits with an error."""
-
-    keys: machine.KeyMachine
-    answers: Answers
-    table: LinkTable
-    changed: threading.Condition
-    apply: Callable[[Change], None]
-    fail: Callable[[BaseException], None]
-
-    def valued(self, shard: int, contributor: int, clock: int, version: int, data: bytearray) -> None:
-        """The answer to a want, with the shard's value (of a part of a table: without any)."""
-
-        def replied() -> list[machine.Effect]:
-            counts = clock > self.keys.lines[shard].pushes.get(contributor, clock)
-            if counts and shard not in self.keys.tables:
-                self.answers.with_push[shard] = version, data
-            return self.keys.replied(shard, contributor, clock, version)
-
-        self.apply(replied)
-
-    def answered(self, shard: int, number: int, version: int, data: bytearray | None) -> None:
-        """The answer to a pull; None: the version is not kept any more."""
-
-        def answers() -> list[machine.Effect]:
-            pushed = bool(self.keys.lines[shard].pushes)
-            done, effects = self.keys.answered(shard, number, version, kept=data is not None)
-            if data is not None:
-                self.answers.came(done, version, data)
-                if number == machine.OWN and pushed and shard not in self.keys.tables:
-                    self.answers.with_push[shard] = version, data
-            return effects
-
-        self.apply(answers)
-
-    def to_wait(self, contributor: int) -> None:
-        """The policy makes the contributor wait."""
-        self.apply(lambda: self.keys.to_wait(contributor))
-
-    def link_up(self, server: str) -> None:
-        """The link is up (again)."""
-        self.apply(lambda: self.keys.link_up(server) if self.table.up(server) else [])
-
-    def link_lost(self, server: str) -> None:
-        """The link has ended."""
-
-        def lost() -> list[machine.Effect]:
-            self.table.lost(server)
-            return self.keys.link_lost(server)
-
-        self.apply(lost)
-
-    def fits(self, number: int, nbytes: int) -> bool:
-        """Can so many bytes of rows answer the pull with that number?"""
-        with self.changed:
-            return self.answers.fits(number, nbytes) if number != machine.OWN else not nbytes
+    def _fits(self, number: int, nbytes: int) -> bool:
+        """Can so many bytes of rows answer the pull with that number, if anybody still wants it?"""
+        if number == machine.OWN:
+            return not nbytes
+        with self._exchange.changed:
+            asked = self._answers.asked.get(number)
+            return asked is None or asked.nbytes == nbytes
 
 
 # ---- What leaves a store's worker, and the values that may have to be sent again ----
@@ -306,7 +237,7 @@ class Sends:
         match effect:
             case machine.SendInitial(shard=shard):
                 if (data := self.initial.get(shard)) is not None:
-                    link.push(header._replace(kind=Kind.INITIAL, length=len(data)), data, sent=_nothing)
+                    link.push(header._replace(kind=Kind.INITIAL, length=len(data)), data, sent=nothing)
             case machine.SendPush(shard=shard, contributor=contributor, step=step):
                 at, data = self.pushes.get((shard, contributor), (-1, None))
                 if data is not None and at == step:  # else it counts by now, or is of an older generation
@@ -314,7 +245,7 @@ class Sends:
                     if self.keys.by_clocks:
                         known = max(0, self.keys.lines[shard].version)
                         header = header._replace(wants=wants(contributor), base=known)
-                    link.push(header, data, sent=_nothing)
+                    link.push(header, data, sent=nothing)
             case machine.SendWant(shard=shard, contributor=contributor):
                 link.want(shard, contributor, self.keys.number)
             case machine.SendPull(number=number, version=version):
@@ -324,12 +255,9 @@ class Sends:
                 link.pull(header._replace(step=LATEST if newest else version, length=len(rows)), rows)
 
 
-def _nothing() -> None:
-    """A value's memory is not used again."""
-
-
 # ---- The data plane of a store: runs `core.keys.machine` on links, and keeps what has to be sent again ----
 
+Change = Callable[[], Sequence[machine.Effect]]
 _OVER = "the job is over: no server answers any more"
 
 
@@ -340,7 +268,8 @@ class KeyExchange:
     `changed`, the machine and all fields. Nobody sends or receives under `changed`.
 
     Attributes:
-        heard: takes what arrives on links.
+        arrivals: takes what arrives on links.
+        table: the links and what is known of them. Guarded by `changed`.
         answers: what was asked for, and what came with acknowledgements of pushes. Guarded by `changed`.
         rolled_back: rises with each roll-back to a snapshot: whatever began before it is stale.
         finished: the coordinator has said that the job is over.
@@ -361,14 +290,13 @@ class KeyExchange:
         self._closed = self._leaving = False
         self._failure: BaseException | None = None
         self._activity, self._numbers = 0, machine.OWN
-        self._table = LinkTable(context.me)
+        self.table = LinkTable(context.me)
         self._links = Links(context, config, lambda: self.machine.number)
         self.answers = Answers()
-        self.heard = KeysHeard(self.machine, self.answers, self._table, self.changed, self.apply, self.fail)
-        self._arrivals = KeyArrivals(layout, config, self.heard)
+        self.arrivals = KeyArrivals(self)
         self._sends = Sends(self.machine, self._links, self.answers, self.changed)
 
-    # ---- messages of the coordinator, on its link's thread: see `DataPlane` ----
+    # ---- messages of the coordinator, on its link's thread ----
 
     @property
     def view(self) -> View:
@@ -387,25 +315,22 @@ class KeyExchange:
             before = self.machine.view
             if self._closed or (before is not None and view.number <= before.number):
                 return
-            ended = self._table.to_end(before, view)
+            ended = self.table.to_end(before, view)
             self._links.end(ended)
             with self._sends.sending, self.changed:
                 for server in ended:
-                    self._table.end(server)
+                    self.table.end(server)
                     self.machine.link_lost(server)
                 if before is not None and before.generation != view.generation:
-                    self._roll_back(view)
+                    self.rolled_back += 1
+                    self.answers.asked.clear()  # it has no answer any more
+                    self.answers.with_push.clear()
+                    self._sends.clear(keep_first=not view.origin)
                 self._sends.outgoing.extend(self.machine.adopt(view))
-                new = self._table.to_open(view)
+                new = self.table.to_open(view)
                 self.changed.notify_all()
             self._sends.run_all()
-            self._links.open(new, self._arrivals, view)
-
-    def _roll_back(self, view: View) -> None:
-        """Nothing of the generation before leaves any more, but first values if there is no snapshot to go back to."""
-        self.rolled_back += 1
-        self.answers.clear()
-        self._sends.clear(keep_first=not view.origin)
+            self._links.open(new, self.arrivals, view)
 
     def assist(self, step: int, replica: int) -> None:
         """There are no backup tasks in a store."""
@@ -467,8 +392,8 @@ class KeyExchange:
         """Take the shards' values that came with the acknowledgements of pushes; {} unless all are here, and nothing
         newer is known. Needs the lock."""
         lines = self.machine.lines
-        came = {shard: self.answers.take_with_push(shard, lines[shard].version) for shard in shards}
-        parts = {shard: data for shard, data in came.items() if data is not None}
+        came = {shard: self.answers.with_push.pop(shard, (-1, bytearray())) for shard in shards}
+        parts = {shard: data for shard, (version, data) in came.items() if version >= max(0, lines[shard].version)}
         return parts if len(parts) == len(shards) else {}
 
     def need(self, wanted: Mapping[int, tuple[memoryview, int]], version: int) -> tuple[dict[int, KeyRequest], int]:

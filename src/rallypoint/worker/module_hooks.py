@@ -16,21 +16,28 @@ from rallypoint.errors import ModelError
 # ---- Hooks on the model's modules: they end a forward pass whose result is stale, and bring its parameters ----
 
 
-class ForwardChecks:
-    """Calls `check` with each module before its forward, while it is `on`. An error from `check` ends the forward.
+class ModuleHooks:
+    """Calls `enter` with each module before its forward, and `leave` after it, also when it raises an error, while it
+    is `on`. An error from `enter` ends the forward.
 
-    Compiled code makes no checks: the hook would be compiled with it, and whatever `check` reads would be a constant.
+    Compiled code calls neither: hooks would be compiled with it, and whatever they read would be a constant.
     """
 
-    def __init__(self, model: torch.nn.Module, check: Callable[[torch.nn.Module], None]) -> None:
-        self._model, self._hook = model, Hook(check)
+    def __init__(
+        self, model: torch.nn.Module, enter: Callable[[torch.nn.Module], None],
+        leave: Callable[[torch.nn.Module], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._model, self._enter, self._leave = model, Hook(enter), None if leave is None else Hook(leave)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def on(self) -> None:
-        """Put a hook on every module that the model has now; TorchScript takes none."""
+        """Put the hooks on every module that the model has now; TorchScript takes none."""
         self.off()
-        modules = [module for module in self._model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        self._handles = [module.register_forward_pre_hook(self._hook) for module in modules]
+        for module in self._model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._handles.append(module.register_forward_pre_hook(self._enter))
+                if self._leave is not None:
+                    self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def off(self) -> None:
         """Take the hooks off."""
@@ -45,7 +52,7 @@ class Hook:
     def __init__(self, check: Callable[[torch.nn.Module], None]) -> None:
         self._check = check
 
-    def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling():
             self._check(module)
 
@@ -62,35 +69,6 @@ def nothing(*_: Any) -> None:
 
 def _the_hook_of_a_copy() -> Callable[..., None]:
     return nothing
-
-
-class ModuleHooks:
-    """Calls `enter` with each module before its forward, and `leave` after it, also when it raises an error."""
-
-    def __init__(
-        self, model: torch.nn.Module, enter: Callable[[torch.nn.Module], None],
-        leave: Callable[[torch.nn.Module], None],
-    ) -> None:  # fmt: skip
-        self._model, self._enter, self._leave = model, Hook(enter), _After(leave)
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    def on(self) -> None:
-        """Put the hooks on every module that the model has now."""
-        self.off()
-        for module in self._model.modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
-
-    def off(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-
-class _After(Hook):
-    def __call__(self, module: torch.nn.Module, arguments: Any, result: Any = None) -> None:
-        super().__call__(module, arguments)
 
 
 # ---- What a backward pass needs of the forward pass: kept, or computed once more (`recompute`) ----

@@ -135,7 +135,11 @@ class OwnRun(Run):
                 self.position = self._micro.step
                 self._seed()
                 return
-            self._put_back(gradients, buffers)
+            with torch.no_grad():
+                for placed, gradient in zip(self._parts.tensors.parameters, gradients, strict=True):
+                    placed.tensor.grad = gradient
+                for placed, value in zip(self._parts.tensors.buffers, buffers, strict=True):
+                    placed.tensor.copy_(value)
 
     def leave(self) -> None:
         """End the job with the version that the model holds: the loop has ended, on all processes at this step."""
@@ -156,7 +160,6 @@ class OwnRun(Run):
         return not self.released and any(id(parameter) in own for parameter in model.parameters())
 
     def release_model(self) -> None:
-        """Take the hooks off the model."""
         self.released = True
         super().release_model()
 
@@ -173,13 +176,6 @@ class OwnRun(Run):
     def _seed(self) -> None:
         if self.seeded:
             seed_everything(self._parts.batches.compute_seed(self.position, self.replica, 0))
-
-    @torch.no_grad()
-    def _put_back(self, gradients: list[torch.Tensor | None], buffers: list[torch.Tensor]) -> None:
-        for placed, gradient in zip(self._parts.tensors.parameters, gradients, strict=True):
-            placed.tensor.grad = gradient
-        for placed, value in zip(self._parts.tensors.buffers, buffers, strict=True):
-            placed.tensor.copy_(value)
 
     def _viewed(self, view: View) -> None:
         if self.replica >= 0 and (why := lost_place(view, self._exchange.me, self.replica)):
@@ -362,13 +358,24 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 result = closure()
             if self._loss is None and isinstance(result, torch.Tensor) and result.numel() == 1:
                 self._loss = result
-        self._check_rates()
-        if self._schedule is not None and self.run.position > self._begins_at:
-            self._check_schedule(self._schedule)
+        if not self._steps_here and [group.get("lr") for group in self.inner.param_groups] != self._rates:
+            raise UsageError(
+                "the script has set a learning rate, and servers step: give the schedule to the optimizer, "
+                "rp.AdamW(lr=rp.cosine(3e-4, warmup=100)), or give rp.wrap a torch optimizer, which steps here"
+            )
+        if (schedule := self._schedule) is not None and self.run.position > self._begins_at:  # at the second step here
+            self._schedule = None  # once
+            if self._scheduled is not None and schedule.last_epoch == self._scheduled and self.run.replica == 0:
+                self.run.say(
+                    "warning: rp.wrap was given schedule=, and the loop does not step it, so the learning rate stays: "
+                    f"call the {type(schedule).__qualname__}'s step() after each optimizer.step()"
+                )
         loss, figures, self._loss, self._figures = self._loss, self._figures, None, {}
         self.run.push(None if loss is None else loss.detach().reshape(()), figures)
         if not self._steps_here:
-            self._show_rate()
+            for group in self.inner.param_groups:
+                group["lr"] = rate_of(self.run.config, self.run.position)
+            self._rates = [group["lr"] for group in self.inner.param_groups]
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's profiling hooks are for the inner one's step
@@ -420,27 +427,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"rallypoint.wrap({self.inner!r})"
-
-    def _show_rate(self) -> None:
-        for group in self.inner.param_groups:
-            group["lr"] = rate_of(self.run.config, self.run.position)
-        self._rates = [group["lr"] for group in self.inner.param_groups]
-
-    def _check_schedule(self, schedule: LRScheduler) -> None:
-        """At the second step of this process: warn if the loop has not stepped its schedule after the first one."""
-        self._schedule = None  # once
-        if self._scheduled is not None and schedule.last_epoch == self._scheduled and self.run.replica == 0:
-            self.run.say(
-                "warning: rp.wrap was given schedule=, and the loop does not step it, so the learning rate stays: call "
-                f"the {type(schedule).__qualname__}'s step() after each optimizer.step()"
-            )
-
-    def _check_rates(self) -> None:
-        if not self._steps_here and [group.get("lr") for group in self.inner.param_groups] != self._rates:
-            raise UsageError(
-                "the script has set a learning rate, and servers step: give the schedule to the optimizer, "
-                "rp.AdamW(lr=rp.cosine(3e-4, warmup=100)), or give rp.wrap a torch optimizer, which steps here"
-            )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -129,7 +129,7 @@ def test_a_file_has_the_name_by_which_it_can_be_asked_for() -> None:
         ("simplecache::s3://bucket", "bucket/0.tar", "simplecache::s3://bucket/0.tar"),
         ("/here", "/here/0.tar", "/here/0.tar"),
     ):
-        assert str(File(url, path, "0.tar", 1, "")) == said
+        assert str(File(path, "0.tar", 1, "", url=url)) == said
 
 
 class Web:

@@ -255,14 +255,14 @@ class Chaos:
             return False
         workers = len(members.workers) + len(members.standby)
         safe = run.plan.replication < 2 or members.exposed == 0
-        here = workers >= run.workers_wanted and len(members.servers) >= run.servers_wanted
-        here = here and len(members.aggregators) >= run.supervisor.wanted["aggregator"]
+        counts = {"worker": workers, "server": len(members.servers), "aggregator": len(members.aggregators)}
+        here = all(counts[role] >= wanted for role, wanted in run.supervisor.wanted.items())
         return here and safe and bool(run.of_role("coordinator"))
 
     def _strike(self, fault: str, run: ClusterRun) -> str:
         match fault.split():
             case "resize", size:
-                before = run.workers_wanted - run.plan.standby
+                before = run.supervisor.wanted["worker"] - run.plan.standby
                 run.resize(int(size))
                 return f"from {before}"
             case how, role:

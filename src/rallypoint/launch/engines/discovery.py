@@ -199,7 +199,7 @@ def check_own(path: Path) -> None:
         raise UsageError(f"{path} {why}: it is not used")
 
 
-class FolderBoard:
+class FolderBoard(MeetingBoard):
     """A file in a folder that all processes see: RALLYPOINT_FOLDER, or on one machine one of our own in its /tmp."""
 
     def __init__(self, place: Place) -> None:
@@ -220,7 +220,6 @@ class FolderBoard:
 
     @contextlib.contextmanager
     def published(self, text: bytes) -> Iterator[None]:
-        """See `MeetingBoard`."""
         with _entered(self.folder) as folder:
             folder.write(self._name, text)
             try:
@@ -229,7 +228,7 @@ class FolderBoard:
                 folder.unlink(self._name)
 
 
-class StoreBoard:
+class StoreBoard(MeetingBoard):
     """A key of the TCPStore that torchrun has. torch is imported only when it is needed."""
 
     def __init__(self, place: Place) -> None:
@@ -239,7 +238,6 @@ class StoreBoard:
         self._store: object | None = None
 
     def read(self) -> bytes | None:
-        """See `MeetingBoard`."""
         from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]  # torch names it so itself
 
         with contextlib.suppress(DistStoreError, RuntimeError):  # not there yet, or not yet listening

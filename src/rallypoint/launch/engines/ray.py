@@ -347,7 +347,9 @@ class RayCluster(Cluster):
         # Two drivers may have run folders of one name, and, in containers, one process id
         self._run = f"{Path(folder).resolve().name or 'run'}-{secrets.token_hex(3)}"
         self._needs = {"worker": (cpus, gpus), "coordinator": (0.0, 0.0)}
-        self._room = _reserved(servers, f"rallypoint/{self._run}/servers") if servers else None
+        self._room = ray.util.placement_group(
+            [{"CPU": 1.0}] * servers, strategy="SPREAD", name=f"rallypoint/{self._run}/servers"
+        ) if servers else None  # fmt: skip
         self._servers, self._say = servers, say
         self._packed: Any = None
         self._names: Counter[str] = Counter()  # how often each name was given
@@ -451,14 +453,11 @@ class RayCluster(Cluster):
             time.sleep(_POLL_S)
         if time.monotonic() - self._looked > _LOOK_S:
             self._looked = time.monotonic()
-            self._forget_the_ended()
+            with self._lock:  # else one that is being started would be lost
+                self._processes = [process for process in self._processes if process.exit() is None]
             self._drain()
             self._servers_first()
             self._name_those_that_wait()
-
-    def _forget_the_ended(self) -> None:
-        with self._lock:  # else one that is being started would be lost
-            self._processes = [process for process in self._processes if process.exit() is None]
 
     def _answered(self, process: RayProcess, answer: Any) -> None:
         """The actor has answered, or is gone."""
@@ -540,10 +539,6 @@ def _marker(snapshots: str) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         (marker := folder / f".seen-{secrets.token_hex(8)}").touch()
     return str(marker)
-
-
-def _reserved(servers: int, name: str) -> Any:
-    return ray_module().util.placement_group([{"CPU": 1.0}] * servers, strategy="SPREAD", name=name)
 
 
 def _draining() -> set[str]:

@@ -341,7 +341,14 @@ class RemoteCluster(Cluster):
         """Start a process; see `Cluster.start`. Raises UsageError when no host takes its role."""
         if self._ended:
             raise UsageError("this cluster has been ended")
-        self._try_again()
+        # Those that have been away for a while are connected again: this process may be placed there
+        for link in self._links.values():
+            if link.up:
+                self._left_out.discard(link.host)
+            elif link.failed_at is not None:
+                self._leave_out(link.host, link.problem)
+                if time.monotonic() - link.failed_at > _AGAIN_S:
+                    link.connect()
         self._started = [process for process in self._started if process.exit() is None]
         up = [host for host, link in self._links.items() if link.up]
         running: dict[Host, list[str]] = {host: [] for host in self._hosts}
@@ -379,31 +386,18 @@ class RemoteCluster(Cluster):
             if host == first:
                 raise UsageError(f"{host}, where the coordinator is to run, cannot be used: {why}")
             self._leave_out(host, why)
-        self._check_addresses(self._links[first])
-
-    def _check_addresses(self, first: HostLink) -> None:
-        """Raise UsageError if the coordinator would listen at an address that other hosts cannot connect to."""
-        far = next((k for k in self._links.values() if k.up and not is_loopback(k.address)), None)
-        if self._bind.startswith(HERE) and is_loopback(first.address) and far is not None:
+        address = self._links[first].address
+        far = [link for link in self._links.values() if link.up and not is_loopback(link.address)]
+        if self._bind.startswith(HERE) and is_loopback(address) and far:
             raise UsageError(
-                f"{first.host} is reached at {first.address}, where {far.host} cannot connect to its coordinator: name "
-                "it in --hosts by an address that all hosts can connect to"
+                f"{first} is reached at {address}, where {far[0].host} cannot connect to its coordinator: name it in "
+                "--hosts by an address that all hosts can connect to"
             )
 
     def _leave_out(self, host: Host, why: str) -> None:
         if host not in self._left_out:
             self._left_out.add(host)
             self._say(f"{host} is left out: {why}; it is tried again now and then")
-
-    def _try_again(self) -> None:
-        """Connect again to hosts that have been away for a while. The next process may be placed there."""
-        for host, link in self._links.items():
-            if link.up:
-                self._left_out.discard(host)
-            elif link.failed_at is not None:
-                self._leave_out(host, link.problem)
-                if time.monotonic() - link.failed_at > _AGAIN_S:
-                    link.connect()
 
 
 class FolderSharing:

@@ -164,7 +164,12 @@ class Targets:
         if self._wanted:
             with Explained(UsageError, f"{into} cannot hold --metrics' files"):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                _refuse_everybodys(self._path.parent)
+                mode = self._path.parent.stat().st_mode
+                if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                    raise UsageError(
+                        f"everybody may write {self._path.parent}, and so replace --metrics' files: "
+                        f"chmod o-w {shlex.quote(str(self._path.parent))}, or name another folder"
+                    )
                 self._path.unlink(missing_ok=True)  # of a launcher that was killed
 
     @property
@@ -209,15 +214,6 @@ class Targets:
                 folder.write(self._path.name, text, mode=0o666, beside=fresh)
             else:
                 folder.unlink(self._path.name)
-
-
-def _refuse_everybodys(folder: Path) -> None:
-    mode = folder.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise UsageError(
-            f"everybody may write {folder}, and so replace --metrics' files: "
-            f"chmod o-w {shlex.quote(str(folder))}, or name another folder"
-        )
 
 
 MOST_ASKED_AT_ONCE = 8  # connections; for the next one the oldest is cut off

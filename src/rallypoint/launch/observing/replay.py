@@ -283,8 +283,10 @@ def replay(
     """
     refuse_others_words(run, "replaying")
     plan = read_plan(run)
-    spike = _spike_of(run) if step < 0 else None
+    spike = first_spike(recorded_losses(run)) if step < 0 else None
     step = step if spike is None else spike.step
+    if step < 0:
+        raise UsageError(f"no loss in {run / 'events.jsonl'} stands out: name a step with --step")
     manifest = _nearest(plan, run, step)
     _check(manifest.job, step, replica)
     if plan.ranks > 1:
@@ -300,13 +302,6 @@ def replay(
         )  # fmt: skip
         answer = _computed(argv, task, manifest.job.threads or plan.threads_at_first, quiet=quiet)
         return _compared(run, task, manifest, answer, replica, spike)
-
-
-def _spike_of(run: Path) -> Spike:
-    spike = first_spike(recorded_losses(run))
-    if spike is None:
-        raise UsageError(f"no loss in {run / 'events.jsonl'} stands out: name a step with --step")
-    return spike
 
 
 def _nearest(plan: Launch, run: Path, step: int) -> Manifest:

@@ -130,17 +130,8 @@ def tail(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
-def config_of(state: ClusterState | None) -> dict[str, Any]:
-    """The resolved settings, as the journal has them."""
-    return {} if state is None or state.record is None else state.record.config
-
-
-def view_of(state: ClusterState | None) -> Any:
-    """The newest view, as the journal has it."""
-    return None if state is None or state.view is None else msgspec.to_builtins(state.view, str_keys=True)
-
-
 # ---- the first sentence of a report ----
+
 
 def sentence_of(picture: Picture) -> str:
     """What has happened, to whom, what to do."""
@@ -284,21 +275,23 @@ def _environment_of(pid: int) -> Mapping[str, str]:
 def _parts(picture: Picture, sentence: str, doctor: str) -> Iterator[tuple[str, str]]:
     yield "report.txt", "\n".join([sentence, "", *_overview(picture)]) + "\n"
     yield "events.jsonl", b"\n".join([*picture.events, b""]).decode(errors="replace")
-    members = [msgspec.to_builtins(view) for view in picture.run.views]
-    yield "views.json", _json({"newest": view_of(picture.state), "members": members})
-    yield "settings.json", _json({"plan": _plan(picture.plan), "settings": config_of(picture.state)})
+    members, state = [msgspec.to_builtins(view) for view in picture.run.views], picture.state  # as the journal has it
+    newest = None if state is None or state.view is None else msgspec.to_builtins(state.view, str_keys=True)
+    yield "views.json", _json({"newest": newest, "members": members})
+    settings = {} if state is None or state.record is None else state.record.config
+    yield "settings.json", _json({"plan": _plan(picture.plan), "settings": settings})
     yield "versions.json", _json(_versions())
     places = set[str]()
     for process in picture.processes[-_MOST_PROCESSES:]:
         owner = process.owner
         head = f"{owner.name} ({owner.role}), process {owner.pid} on {owner.host}"
-        state = process.state or ("lives" if process.here else "is not here any more")
+        lives = process.state or ("lives" if process.here else "is not here any more")
         name = re.sub(r"[^\w.-]", "_", owner.name)[:100]
         place = f"stacks/{name}-{owner.pid}"
         while place in places:  # of a container that was restarted
             place += "-again"
         places.add(place)
-        yield f"{place}.txt", f"{head}: {state}\n{process.stacks or process.why_none}\n"
+        yield f"{place}.txt", f"{head}: {lives}\n{process.stacks or process.why_none}\n"
     if picture.log:
         yield "console.log", picture.log
     if doctor:

@@ -12,7 +12,6 @@ import torch
 from rallypoint.config import JobConfig
 from rallypoint.core.cadence import TOGETHER
 from rallypoint.core.layout import Entry, Layout, Shard
-from rallypoint.core.modes import StateHolder
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Arriving, Evaluate, SlotMachine, ToWait, UploadFirst
@@ -105,15 +104,6 @@ class ReplicatedState(ServerState):
         return "the model's state" + ("" if view.origin else f", which {view.uploader} uploads")
 
 
-def optimizer_state(config: JobConfig) -> ServerState:
-    """Return the part that fits who holds the optimizer's state in this job: the servers or every worker."""
-    match config.mode.holder:
-        case StateHolder.SERVERS:
-            return ServerState()
-        case StateHolder.WORKERS:
-            return ReplicatedState(config)
-
-
 # ---- Pulls of rows of tables: the main thread waits for those of its batch; and pulls of whole versions ----
 
 
@@ -161,10 +151,6 @@ class RowPull:
         """True when there is nothing left to wait for."""
         return self.outdated or len(self.got) == len(self.wanted)
 
-    def version_of(self, shard: int) -> int:
-        """The shard's own version that is wanted."""
-        return self.own.get(shard, self.version)
-
     def unasked(self, view: ViewNumber, homes: Mapping[int, str], connections: Mapping[str, int]) -> Iterator[int]:
         """The shards whose primary is connected and was not asked under this view and over this connection."""
         for shard in self.missing:
@@ -192,6 +178,14 @@ class RowPull:
 _NOTHING = memoryview(b"")
 
 
+def unanswered(locked: LockedShell) -> str:
+    """Why no server will answer what the main thread asks for; "": they will. Needs the lock."""
+    if locked.shell.finished:
+        return "the job is over: no server answers any more"
+    # They wait for first weights of the thread that waits here
+    return NO_SNAPSHOT if isinstance(locked.machine.next_action(), UploadFirst) else ""
+
+
 class RowPulls:
     """One pull at a time. `_pull` is the pull in progress; the shell's lock guards it.
 
@@ -213,28 +207,21 @@ class RowPulls:
         newer version is accepted; a streaming job gets the newest. Raises Rewound, inside of ``with micro:`` only, when
         what is being computed is stale, or when the servers no longer keep that step; JobAborted when the job is over.
         """
-        locked, shell, machine = self._locked, self._locked.shell, self._locked.machine
+        machine = self._locked.machine
         unwinds = self.in_micro and machine.computing
         self._pulls += 1
         pull = RowPull.of(self._pulls, machine, wanted, newest=not unwinds)
-        with locked.changed:
-            self._pull = pull
-            try:
-                while not pull.over:
-                    locked.check(stale=unwinds)
-                    if shell.finished:
-                        raise JobAborted("the job is over: no server answers any more")
-                    if isinstance(machine.next_action(), UploadFirst):
-                        raise JobAborted(NO_SNAPSHOT)  # servers wait for first weights of the thread that waits here
-                    for shard in self._unasked(pull):
-                        self._ask(pull, shard)
-                    locked.wait(lambda: self._goes_on(pull, unwinds), lambda: self._where_missing(pull))
-            finally:
-                self._pull = None
+
+        def describe() -> str:
+            home = self._locked.shell.view.primary
+            return f"rows of tables, step {machine.step}: {self._links.describe(pull.missing, home)}"
+
+        if why := self._asked(pull, lambda: unanswered(self._locked), describe, stale=unwinds):
+            raise JobAborted(why)
         if pull.outdated:
             raise Rewound
         if not machine.computing:  # an evaluation, which does nothing twice
-            locked.progress.got_on()
+            self._locked.progress.got_on()
         return pull.got
 
     def whole(self, version: int, shards: Iterable[Shard], goes_on: Callable[[], bool]) -> RowPull | None:
@@ -243,28 +230,42 @@ class RowPulls:
         `goes_on` is asked under the lock. Returns None once it says no, else the pull: with every shard's bytes, or
         `outdated` if no server keeps that version any more.
         """
-        locked, machine = self._locked, self._locked.machine
+        machine = self._locked.machine
         self._pulls += 1
         wanted = {shard.index: (_NOTHING, shard.nbytes) for shard in shards}
         cadence = machine.cadence if isinstance(machine, WorkerMachine) else TOGETHER
         own = {shard: cadence.updates_before(shard, version) for shard in wanted}
         pull = RowPull(self._pulls, version, False, wanted, own=own)
+
+        def describe() -> str:
+            if not machine.takes_part:
+                return ""  # the version may not exist yet
+            home = self._locked.shell.view.primary
+            return f"version {version}, to be evaluated: {self._links.describe(pull.missing, home)}"
+
+        return None if self._asked(pull, lambda: "" if goes_on() else "it is given up", describe) else pull
+
+    def _asked(
+        self, pull: RowPull, stops: Callable[[], str], describe: Callable[[], str], *, stale: bool = False
+    ) -> str:
+        """Ask for all of it, and wait. Returns why it `stops` before, or "". `stale`: see `LockedShell.check`."""
+        locked = self._locked
         with locked.changed:
             self._pull = pull
             try:
                 while not pull.over:
-                    locked.check(stale=False)
-                    if not goes_on():
-                        return None
+                    locked.check(stale=stale)
+                    if why := stops():
+                        return why
                     for shard in self._unasked(pull):
                         self._ask(pull, shard)
                     locked.wait(
-                        lambda: pull.over or not goes_on() or bool(self._unasked(pull)),
-                        lambda: self._where_whole_misses(pull),
+                        lambda: pull.over or (stale and locked.machine.rewound) or bool(stops() or self._unasked(pull)),
+                        describe,
                     )
             finally:
                 self._pull = None
-        return pull
+        return ""
 
     def arrived(self, header: Header, data: bytearray) -> None:
         """Take rows that have arrived, or the answer that the version is not kept any more. Takes the lock."""
@@ -272,23 +273,6 @@ class RowPulls:
             outdated = bool(header.flags & SKIP)
             if self._pull is not None and self._pull.answered(header.shard, header.base, data, outdated=outdated):
                 self._locked.changed.notify_all()
-
-    def _goes_on(self, pull: RowPull, unwinds: bool) -> bool:
-        shell = self._locked.shell
-        if pull.over or (unwinds and shell.machine.rewound) or shell.finished or self._unasked(pull):
-            return True
-        return isinstance(shell.machine.next_action(), UploadFirst)
-
-    def _where_missing(self, pull: RowPull) -> str:
-        home = self._locked.shell.view.primary
-        return f"rows of tables, step {self._locked.machine.step}: {self._links.describe(pull.missing, home)}"
-
-    def _where_whole_misses(self, pull: RowPull) -> str:
-        machine = self._locked.machine
-        if not machine.takes_part:
-            return ""  # the version may not exist yet
-        home = self._locked.shell.view.primary
-        return f"version {pull.version}, to be evaluated: {self._links.describe(pull.missing, home)}"
 
     def _unasked(self, pull: RowPull) -> list[int]:
         shell = self._locked.shell
@@ -300,7 +284,7 @@ class RowPulls:
         pull.ask(shard, shell.number, home, shell.links.connections[home])
         payload = pull.wanted[shard][0]
         header = Header(
-            Kind.PULL_ROWS, shell.number, shard=shard, step=pull.version_of(shard), base=pull.number,
+            Kind.PULL_ROWS, shell.number, shard=shard, step=pull.own.get(shard, pull.version), base=pull.number,
             length=len(payload), flags=NEWEST if pull.newest else 0,
         )  # fmt: skip
         if (link := self._links.get(home)) is not None:
@@ -464,7 +448,7 @@ class WordPulls:
         With `unwinds`, raises Rewound when what is being computed is stale. Raises JobAborted when the job is over, and
         the error of whatever has failed.
         """
-        locked, shell = self._locked, self._locked.shell
+        locked = self._locked
         with locked.changed:
             self._awaited = pulled
             try:
@@ -472,10 +456,8 @@ class WordPulls:
                     locked.check(stale=unwinds)
                     if self._is_stale(pulled):
                         return False
-                    if shell.finished:
-                        raise JobAborted("the job is over: no server answers any more")
-                    if isinstance(locked.machine.next_action(), UploadFirst):
-                        raise JobAborted(NO_SNAPSHOT)  # servers wait for first weights of the thread that waits here
+                    if why := unanswered(locked):
+                        raise JobAborted(why)
                     self._ask_all(pulled)
                     locked.wait(lambda: self._goes_on(pulled, unwinds), lambda: self._where_missing(pulled))
             finally:
@@ -513,12 +495,9 @@ class WordPulls:
                 self._locked.changed.notify_all()
 
     def _goes_on(self, pulled: PulledParameter, unwinds: bool) -> bool:
-        shell = self._locked.shell
-        if pulled.over or (unwinds and shell.machine.rewound) or shell.finished or self._is_stale(pulled):
+        if pulled.over or (unwinds and self._locked.machine.rewound) or self._is_stale(pulled):
             return True
-        if any(self._unasked(pulled)):
-            return True
-        return isinstance(shell.machine.next_action(), UploadFirst)
+        return any(self._unasked(pulled)) or bool(unanswered(self._locked))
 
     def _is_stale(self, pulled: PulledParameter) -> bool:
         return not pulled.newest and pulled.generation != self._locked.shell.view.generation
@@ -575,7 +554,9 @@ class Arrivals(Receiver):
         if isinstance(memory, NarrowVector):
             self.decode = memory.take  # type: ignore[method-assign]
         self._begins = frozenset(shard.index for shard in layout.shards if optimizer.starts(shard))
-        self._rows, self._words = pulls
+        rows, self._words = pulls
+        self.rows = rows.arrived  # type: ignore[method-assign]
+        self.words_arrived = self._words.arrived  # type: ignore[method-assign]
         streamed = {s.index for s in layout.shards if config.streamed and s.role == "parameters"}
         self._empty = memory.in_place | streamed  # the shards whose versions have no bytes
         self.landed = locked.landed  # type: ignore[method-assign]
@@ -614,15 +595,9 @@ class Arrivals(Receiver):
             raise ProtocolError(f"the word to wait for replica {replica}: this job has {self._replicas}")
         self._locked.handle(ToWait(replica, clock))
 
-    def rows(self, header: Header, data: bytearray) -> None:
-        self._rows.arrived(header, data)
-
     def words_arriving(self, header: Header) -> memoryview | None:
         self._shard(header)
         return self._words.arriving(header)
-
-    def words_arrived(self, header: Header) -> None:
-        self._words.arrived(header)
 
     # ---- codec states ----
 

@@ -21,6 +21,7 @@ from rallypoint.codec.build import ShardCodecStates
 from rallypoint.codec.spec import Bf16, Raw
 from rallypoint.config import JobConfig, audits_of, cadence_of, codec_of
 from rallypoint.core.layout import Layout, Shard, carried_in
+from rallypoint.core.modes import StateHolder
 from rallypoint.core.optimizer import Sum
 from rallypoint.core.protocol import Beat, GiveUp
 from rallypoint.core.view import View, ViewNumber
@@ -34,7 +35,7 @@ from rallypoint.net.pool import bytes_of, pinned_words, words_of_memory
 from rallypoint.observe.observed import observed
 from rallypoint.optim import InPlace
 from rallypoint.store.record import ShardRecord, encode_record
-from rallypoint.worker.exchange.arrivals import Arrivals, LeasedPull, RowPulls, WordPulls, optimizer_state
+from rallypoint.worker.exchange.arrivals import Arrivals, LeasedPull, ReplicatedState, RowPulls, ServerState, WordPulls
 from rallypoint.worker.exchange.arrivals import States as Records
 from rallypoint.worker.exchange.links import ExchangeContext, Links
 from rallypoint.worker.exchange.locked import (
@@ -361,7 +362,8 @@ class Exchange:
         )  # fmt: skip
         self.codec_states = CodecStates(locked, self._encoder, formats, self._links) if shell.states.kept else None
         locked.effects = LinkEffects(shell, self._links, self._pushes, self.codec_states)
-        self._optimizer = optimizer_state(config)
+        of_workers = config.mode.holder is StateHolder.WORKERS
+        self._optimizer = ReplicatedState(config) if of_workers else ServerState()
         self.replica = ReplicaPushes(
             layout, locked, self._pushes, self._links, Contributions(layout, config.audit.fingerprints)
         )

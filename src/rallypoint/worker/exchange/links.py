@@ -187,10 +187,10 @@ class ServerLink:
 
     def fetch(self, shard: int, version: int, number: ViewNumber) -> None:
         """Ask for one version of a shard again."""
-        self._send(Header(Kind.FETCH, number, shard=shard, step=version))
+        self.pull(Header(Kind.FETCH, number, shard=shard, step=version))
 
     def pull(self, header: Header, payload: memoryview | None = None) -> None:
-        """Ask for rows of one part of a table, or for words of a shard. The request is lost with the link."""
+        """Ask for something, as rows of one part of a table. The request is lost with the link."""
         if (channel := self._channel) is not None:
             channel.send(header, payload, urgent=True)
 
@@ -213,7 +213,7 @@ class ServerLink:
 
         `step` is for an aggregator: see `core.worker.slots.Follow`.
         """
-        self._send(Header(Kind.FOLLOW if on else Kind.UNFOLLOW, number, step=step))
+        self.pull(Header(Kind.FOLLOW if on else Kind.UNFOLLOW, number, step=step))
 
     def limit(self, limits: Limits) -> None:
         """Limit, approximately, the bytes of versions that are on their way to this worker at once, and the rate at
@@ -230,10 +230,6 @@ class ServerLink:
         """
         self._dialer.close()
         self._let_go()
-
-    def _send(self, header: Header) -> None:
-        if (channel := self._channel) is not None:
-            channel.send(header, urgent=True)
 
     # ---- the dialer's thread ----
 

@@ -315,7 +315,7 @@ class Pushes:
         self.slot, self.words = memory.slot, memory.words
         self._encoder, self._links = encoder, links
         self._sent, self._queued, self._lock = sent, queued, lock
-        self._rows: dict[int, memoryview] = {}  # shard -> the contribution to that part of a table
+        self.rows: dict[int, memoryview] = {}  # shard -> the contribution to that part of a table
         self.weight, self._finite = 1.0, True
         self.partials = PiecesPartials() if self.in_place else Partials()
         self._examines = examines
@@ -339,15 +339,11 @@ class Pushes:
         leaf = BlockTally(self.weight, frozenset() if self._finite else this, this if bad else frozenset())
         self.partials.add_up(shard, part, values, leaf)
 
-    def set_rows(self, shard: int, gradient: memoryview) -> None:
-        """Set what the next `push` of this part of a table sends."""
-        self._rows[shard] = gradient
-
     def push(self, send: slots.Send) -> None:
         """Send one shard's contribution. It is lost if its link is lost."""
         place = self._layout.shards[send.shard]
         if place.part is not None:
-            self._push_rows(send, self._rows.pop(send.shard))
+            self._push_rows(send, self.rows.pop(send.shard))
             return
         if send.count > 1:
             self._push_block(send, self._nbytes[send.shard])
@@ -641,7 +637,7 @@ class ReplicaPushes:
 
     def filled_rows(self, shard: int, gradient: memoryview) -> None:
         """Like `filled` for a part of a table. Its gradient (see `codec/base.py`) needs no slot."""
-        self._pushes.set_rows(shard, gradient)
+        self._pushes.rows[shard] = gradient
         self._locked.handle(slots.Filled(shard))
 
     def computed(self) -> None:

@@ -85,30 +85,88 @@ class Parts:
 # ---- The guard of the model ----
 
 
-class ModelGuard:
+class BufferGuard:
+    """Notices buffers that come into the model after `job.train`, as those that the first forward pass makes.
+
+    They would be in no version: each worker would have its own. Nothing else is compared: parameters come and go while
+    the script's code runs, by FSDP2 or because they are streamed. Main thread only. The hooks are global to the
+    process and end with `remove`.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model, self._buffer_is_new = model, False  # True: some buffer in the model may be new
+        self._known_buffers = persistent_buffers(model).keys()
+        self._hooks = [on_buffer_registered(self._on_buffer), on_module_registered(self._on_registered)]
+
+    def remove(self) -> None:
+        """The run is over: take the global hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @contextmanager
+    def script(self, step: int, *, values: bool, late: bool = False) -> Iterator[None]:
+        """Watch the script's own code, which runs in the body. `values`: compare all values too.
+
+        With `late` a GPU's result is not waited for: a later call, or `read`, raises its error.
+
+        Raises UsageError when that code has changed what it must not change.
+        """
+        yield
+        self._look_for_buffers(step)
+
+    def cast(self) -> None:
+        """The job itself has given parameters another type: the present ones are right."""
+
+    def wrote(self, tensor: torch.Tensor, times: int) -> None:
+        """While the script's code runs, the job has written to this parameter so many times: allow that."""
+
+    def read(self, *, wait: bool = True) -> None:
+        """Read the results of the pending comparisons; without `wait`, only those that the device has finished.
+
+        Raises UsageError for a parameter that the script has changed, naming the step.
+        """
+
+    def _look_for_buffers(self, step: int) -> None:
+        if not self._buffer_is_new:
+            return
+        self._buffer_is_new = False
+        if new := persistent_buffers(self._model).keys() - self._known_buffers:
+            raise UsageError(
+                f"buffer {min(new)} came into the model after job.train (seen at step {step}), so no version has it "
+                "and every worker would keep its own: build all buffers before job.train (one that forward makes: run "
+                "one batch first), or make it persistent=False if it can be made again at any time"
+            )
+
+    def _on_buffer(self, module: torch.nn.Module, name: str, _: torch.Tensor | None) -> None:
+        if module._buffers.get(name) is None:  # else one that is there is set again, as some forward passes do
+            self._buffer_is_new = True
+
+    def _on_registered(self, *_: Any) -> None:
+        self._buffer_is_new = True
+
+
+class ModelGuard(BufferGuard):
     """Compares the model before and after each time that the script's own code runs.
 
     Checked at every step, because it is cheap: parameters written in place (torch's `_version` counters); parameters
     frozen or unfrozen; an optimizer that steps them; new layers (reported by torch's registration hooks). Values, which
     `parameter.data` changes without a trace, are compared at steps 0, 1, 2, 4, 8, ... and around evaluations. On a GPU
     the comparisons of steps run asynchronously, and their results are read when they are there.
-
-    Main thread only. The hooks are global to the process and end with `remove`.
     """
 
     @classmethod
-    def of(cls, parts: Parts) -> ModelGuard | NoGuard:
+    def of(cls, parts: Parts) -> BufferGuard:
         """Return the guard of a run's model. Nothing is compared of one of several ranks, or of streamed parameters."""
-        compares = parts.alone and parts.streamed is None
-        if not compares:
-            return NoGuard(parts.model)
+        if not parts.alone or parts.streamed is not None:
+            return BufferGuard(parts.model)
         own, in_place = parts.config.reading.order == "own", bool(parts.exchange.in_place.parameters)
         return cls(parts.model, parts.tensors, wrapped=own, in_place=in_place)
 
     def __init__(self, model: torch.nn.Module, tensors: ModelTensors, *, wrapped: bool, in_place: bool = False) -> None:
         """`wrapped`: the loop is the script's own (`rp.wrap`). `in_place`: the model itself is the servers' state."""
         self._wrapped, self._in_place = wrapped, in_place
-        self._model, self._new_buffers = model, NewBuffers(model)
+        super().__init__(model)
         trained = {placed.entry.spec.name: placed.tensor for placed in tensors.parameters}
         self._named = {**trained, **tensors.frozen}
         self._tensors = list(self._named.values())
@@ -127,27 +185,15 @@ class ModelGuard:
         self._versions: list[int] = []  # torch's counters, as they must be when the script's code ends
         self._place = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         self._unread: list[tuple[int, Comparison]] = []  # (step, a comparison that a GPU has not finished)
-        self._hooks = [
-            on_module_registered(self._on_registered), on_parameter_registered(self._on_registered),
-            before_any_step(self._on_optimizer_step),
-        ]  # fmt: skip
+        self._hooks += [on_parameter_registered(self._on_parameter), before_any_step(self._on_optimizer_step)]
 
     def remove(self) -> None:
-        """The run is over: take the global hooks off. Results that were not read are dropped."""
+        """Results that were not read are dropped."""
         self._unread = []
-        self._new_buffers.remove()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        super().remove()
 
     @contextmanager
     def script(self, step: int, *, values: bool, late: bool = False) -> Iterator[None]:
-        """Watch the script's own code, which runs in the body. `values`: compare all values too.
-
-        With `late` a GPU's result is not waited for: a later call, or `read`, raises its error.
-
-        Raises UsageError when that code has changed what it must not change.
-        """
         self.read(wait=False)
         self._versions = [tensor._version for tensor in self._tensors]
         if values:  # (a script may tie parameters by .data after job.train, which leaves no trace either)
@@ -165,31 +211,38 @@ class ModelGuard:
             self._unread.append((step, comparison))
             self.read(wait=not late)
         elif self._versions != [tensor._version for tensor in self._tensors]:
-            self._refuse_writing(step)
+            for name, tensor, before in zip(self._named, self._tensors, self._versions, strict=True):
+                if tensor._version != before:
+                    raise UsageError(self._written(name, step))
         if self._registered:
             self._registered = False
-            self._look_for_new(step)
-        self._new_buffers.look(step)
+            for name, parameter in self._model.named_parameters():
+                if id(parameter) not in self._known:
+                    raise UsageError(
+                        f"parameter {name} came into the model after job.train (seen at step {step}), so it would not "
+                        "be trained: build all layers before job.train (one that forward makes: run one batch first)"
+                    )
+            for name, tensor in self._named.items():
+                if (tensor.device, tensor.dtype) != self._places[name]:
+                    raise UsageError(
+                        f"parameter {name} was moved or cast to {tensor.device}, {tensor.dtype} after job.train: do "
+                        "that before"
+                    )
+        self._look_for_buffers(step)
         for owner, leaf, tensor in self._buffers:
             if _bound(owner, leaf) is not tensor:
                 self._take_back(owner, leaf, tensor)
 
     def cast(self) -> None:
-        """The job itself has given parameters another type: the present ones are right."""
         for module in self._model.modules():
             if isinstance(module, torch.nn.RNNBase):
                 module.flatten_parameters()  # else cuDNN copies all of its weights into one piece at each forward
         self._places = {name: (tensor.device, tensor.dtype) for name, tensor in self._named.items()}
 
     def wrote(self, tensor: torch.Tensor, times: int) -> None:
-        """While the script's code runs, the job has written to this parameter so many times: allow that."""
         self._versions[self._place[id(tensor)]] += times
 
     def read(self, *, wait: bool = True) -> None:
-        """Read the results of the pending comparisons; without `wait`, only those that the device has finished.
-
-        Raises UsageError for a parameter that the script has changed, naming the step.
-        """
         names = list(self._named)
         while self._unread and (wait or self._unread[0][1].ready):
             step, comparison = self._unread.pop(0)
@@ -207,11 +260,6 @@ class ModelGuard:
                     "fixed when it begins. Set requires_grad before job.train, and train the next stage in a job of "
                     "its own; a layer that is only to move slowly gets rp.Group(match=..., lr_scale=...)"
                 )
-
-    def _refuse_writing(self, step: int) -> None:
-        for name, tensor, before in zip(self._named, self._tensors, self._versions, strict=True):
-            if tensor._version != before:
-                raise UsageError(self._written(name, step))
 
     def _written(self, name: str, step: int) -> str:
         if not self._named[name].requires_grad:
@@ -235,20 +283,6 @@ class ModelGuard:
             "or give sync=rp.AllReduce() an own_optimizer whose step() does it"
         )
 
-    def _look_for_new(self, step: int) -> None:
-        for name, parameter in self._model.named_parameters():
-            if id(parameter) not in self._known:
-                raise UsageError(
-                    f"parameter {name} came into the model after job.train (seen at step {step}), so it would not be "
-                    "trained: build all layers before job.train (one that forward makes: run one batch first)"
-                )
-        for name, tensor in self._named.items():
-            if (tensor.device, tensor.dtype) != self._places[name]:
-                raise UsageError(
-                    f"parameter {name} was moved or cast to {tensor.device}, {tensor.dtype} after job.train: do that "
-                    "before"
-                )
-
     def _take_back(self, owner: torch.nn.Module, leaf: str, tensor: torch.Tensor) -> None:
         """A module has replaced a buffer by a new tensor: copy its values into the tensor that the job shares."""
         new = _bound(owner, leaf)
@@ -262,6 +296,9 @@ class ModelGuard:
         owner._buffers[leaf] = tensor
 
     def _on_registered(self, *_: Any) -> None:
+        self._registered = self._buffer_is_new = True
+
+    def _on_parameter(self, *_: Any) -> None:
         self._registered = True
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -285,72 +322,6 @@ class ModelGuard:
                 "them, with optimizer= (or, with sync=rp.AllReduce(), own_optimizer=, also by itself). Take step() and "
                 "zero_grad() out of the loop; clip with clip=, as gradients have left when backward returns"
             )
-
-
-class NewBuffers:
-    """Notices buffers that come into the model after `job.train`, as those that the first forward pass makes.
-
-    They would be in no version: each worker would have its own. Main thread only; ends with `remove`.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model, self._registered = model, False  # True: something in the model may be new
-        self._known = persistent_buffers(model).keys()
-        self._hooks = [on_buffer_registered(self._on_buffer), on_module_registered(self._on_module)]
-
-    def look(self, step: int) -> None:
-        """Raise UsageError for a new buffer that is a part of the model's state, naming the step."""
-        if not self._registered:
-            return
-        self._registered = False
-        if new := persistent_buffers(self._model).keys() - self._known:
-            raise UsageError(
-                f"buffer {min(new)} came into the model after job.train (seen at step {step}), so no version has it "
-                "and every worker would keep its own: build all buffers before job.train (one that forward makes: run "
-                "one batch first), or make it persistent=False if it can be made again at any time"
-            )
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _on_buffer(self, module: torch.nn.Module, name: str, _: torch.Tensor | None) -> None:
-        if module._buffers.get(name) is None:  # else one that is there is set again, as some forward passes do
-            self._registered = True
-
-    def _on_module(self, *_: Any) -> None:
-        self._registered = True
-
-
-class NoGuard:
-    """Compares no values: parameters come and go while the script's code runs, by FSDP2 or because they are streamed.
-
-    New buffers are noticed.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._new_buffers = NewBuffers(model)
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        self._new_buffers.remove()
-
-    @contextmanager
-    def script(self, step: int, *, values: bool, late: bool = False) -> Iterator[None]:
-        """Look for new buffers after the body."""
-        yield
-        self._new_buffers.look(step)
-
-    def cast(self) -> None:
-        """Does nothing."""
-
-    def wrote(self, tensor: torch.Tensor, times: int) -> None:
-        """Does nothing."""
-
-    def read(self, *, wait: bool = True) -> None:
-        """Does nothing."""
 
 
 def _bound(owner: torch.nn.Module, leaf: str) -> torch.Tensor | None:

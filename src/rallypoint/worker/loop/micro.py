@@ -7,9 +7,9 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -24,10 +24,10 @@ from rallypoint.parallel import whole_of
 from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
 from rallypoint.worker.exchange.locked import Rewound
-from rallypoint.worker.habits import by_the_job
-from rallypoint.worker.loop.guard import ModelGuard, NoGuard, Parts
+from rallypoint.worker.habits import by_the_job, reached
+from rallypoint.worker.loop.guard import BufferGuard, Parts
 from rallypoint.worker.precision import HeldParameters
-from rallypoint.worker.ranks.followers import is_number
+from rallypoint.worker.ranks.followers import Logged, is_number
 from rallypoint.worker.tensors import Carry, ModelTensors, late_kind
 
 # ---- The versions of a worker's model: the first is uploaded, later ones are installed, some are stored ----
@@ -59,7 +59,15 @@ class BufferVersions:
             return
         if optimizer is None:
             if self._updates >= 0:
-                self._go_back_to_the_first()
+                if self._updates > 0:
+                    raise JobAborted(NO_SNAPSHOT)
+                if self._parts.config.down != Raw():
+                    raise JobAborted(
+                        "the servers' state is lost, and here the first weights are rounded, as `down` sends them: "
+                        "start again"
+                    )
+                self._parts.source.show_version()
+                self.restore_buffers()
             first = _only_buffers(tensors) if exchange.in_place.parameters else tensors.part
             exchange.initialise(first)
             return
@@ -69,17 +77,6 @@ class BufferVersions:
         else:
             self.restore_buffers()
         exchange.initialise(tensors.part, optimizer.record)
-
-    def _go_back_to_the_first(self) -> None:
-        """The model has had a version, and may have computed since."""
-        if self._updates > 0:
-            raise JobAborted(NO_SNAPSHOT)
-        if self._parts.config.down != Raw():
-            raise JobAborted(
-                "the servers' state is lost, and here the first weights are rounded, as `down` sends them: start again"
-            )
-        self._parts.source.show_version()
-        self.restore_buffers()
 
     def install(self, version: int) -> ViewNumber | None:
         """Copy a version from the exchange buffer into the model. Returns the generation in which the model holds it.
@@ -186,7 +183,7 @@ def check_last(version: int, rounds: int) -> None:
 
 # ---- Forward passes that begin before all of their version is here: each module waits for its own parameters ----
 #
-# What stands for "its own": a parameter that is not installed yet is *late* (`module_hooks.py`). It is waited for when
+# What stands for "its own": a parameter that is not installed yet is *late* (`tensors.py`). It is waited for when
 # a module that has it runs, or when any torch function gets it as an argument, whichever comes first. So modules that
 # share a parameter, that run in another order than before or not at all, or that read another module's parameter, are
 # right.
@@ -212,7 +209,7 @@ class EarlyForward:
         inside: the script is inside of ``with micro:``, so a stale forward pass can be unwound.
     """
 
-    def __init__(self, parts: Parts, guard: ModelGuard | NoGuard, versions: BufferVersions) -> None:
+    def __init__(self, parts: Parts, guard: BufferGuard, versions: BufferVersions) -> None:
         self.inside = False
         self._parts, self._guard, self._versions = parts, guard, versions
         self._forward, self._tensors = parts.exchange.forward, parts.tensors
@@ -295,7 +292,7 @@ class EarlyForward:
         if not self._runs:
             return False
         unread = {id(placed.tensor): placed for placed in self._tensors.parameters if type(placed.tensor) is self._kind}
-        if unread and (found := _in_graph(loss, unread)) is not None:
+        if unread and (found := reached([loss], unread)) is not None:
             name = unread[found].entry.spec.name
             self._why_not = f"parameter {name} is read by something that gets a copy of it, such as torch.func"
             raise Rewound
@@ -399,21 +396,6 @@ def _memory(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _in_graph(loss: torch.Tensor, wanted: Container[int]) -> int | None:
-    """The id of one of these leaves on which `loss` depends; None if it depends on none."""
-    seen: set[Any] = set()
-    left: list[Any] = [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in wanted:
-            return id(node.variable)
-        left += [before for before, _ in node.next_functions]
-    return None
-
-
 def _users(tensor: torch.Tensor) -> int:
     """How many tensors use this one's memory, and those who count them."""
     users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
@@ -430,8 +412,14 @@ def _compiled() -> str:
 # ---- One micro-batch of one replica, as the user's loop gets it ----
 
 
-class Loop(Protocol):
-    """What a micro-batch needs of the loop that yields it: `Run`, or `RankRun` on a rank that does not lead."""
+class Loop:
+    """What a micro-batch needs of the loop that yields it: `Passes`, or `RankRun` on a rank that does not lead.
+
+    Attributes:
+        logged: the figures that the script has logged of the replica.
+    """
+
+    logged: Logged
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
@@ -450,17 +438,17 @@ class Loop(Protocol):
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
         """The script has back-propagated one micro-batch by itself."""
 
-    def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
-        """The script logs figures of one micro-batch."""
-
     def backward_at(self) -> str:
         """Return where the script has called backward() itself in this micro-batch, as ``train.py:31``; "": nowhere."""
+        return ""
 
     def carried_micro(self, micro: Micro) -> Carry:
-        """Return what the micro-batch's replica carries."""
+        """Return what the micro-batch's replica carries. Raises UsageError where none may carry anything."""
+        raise UsageError("micro.carry is not supported together with --ranks")
 
     def carry_micro(self, micro: Micro, state: Carry) -> None:
-        """Set what the micro-batch's replica carries."""
+        """Set what the micro-batch's replica carries. Raises UsageError like `carried_micro`."""
+        self.carried_micro(micro)
 
 
 class Micro:
@@ -601,7 +589,7 @@ class Micro:
                     f"{self._where}: micro.log({name}=...) got a {type(value).__qualname__}: give one number, or a "
                     "tensor of one element"
                 )
-        self._run.log_micro({n: whole_of(v) if isinstance(v, torch.Tensor) else float(v) for n, v in figures.items()})
+        self._run.logged.add({n: whole_of(v) if isinstance(v, torch.Tensor) else float(v) for n, v in figures.items()})
 
     @property
     def carry(self) -> Any:

@@ -35,10 +35,7 @@ class WorkerOptimizer:
     def __init__(self, tensors: ModelTensors, stepper: SpecifiedStepper | OwnStepper) -> None:
         self.version = -1
         self.means: dict[int, Pieces] = {}  # of a server of this process: see `optim.InPlace`
-        self._tensors, self._stepper = tensors, stepper
-
-    def settings_digest(self) -> str:
-        return self._stepper.settings_digest()
+        self._tensors, self._stepper, self.settings_digest = tensors, stepper, stepper.settings_digest
 
     def install(self, version: int, vector: torch.Tensor, states: Mapping[int, ShardRecord], *, skipped: bool) -> None:
         """Update the model to `version`.
@@ -47,7 +44,15 @@ class WorkerOptimizer:
         `vector` (flat fp32), unless the step is `skipped`. In each case take the buffers from `vector`.
         """
         if steps := not states and not skipped:
-            self._set_gradients(vector)
+            if self.means:
+                self._tensors.set_gradients(self.means)
+                self.means.clear()
+            else:
+                for placed in self._tensors.parameters:
+                    tensor = placed.tensor
+                    mean = placed.of(vector).to(tensor.device, tensor.dtype, non_blocking=True)
+                    # A fused optimizer takes for granted that both are in one order of dimensions (channels_last)
+                    tensor.grad = mean if tensor.is_contiguous() else torch.empty_like(tensor).copy_(mean)
         copied = None if self._tensors.buffers else self._tensors.mark()
         if states:
             self._load(states)
@@ -67,17 +72,6 @@ class WorkerOptimizer:
             kept, scalars = self._stepper.state_in(shard)
             arrays |= kept
         return ShardRecord(shard.index, self.version, {n: a.numpy() for n, a in arrays.items()}, scalars)
-
-    def _set_gradients(self, vector: torch.Tensor) -> None:
-        if self.means:
-            self._tensors.set_gradients(self.means)
-            self.means.clear()
-        else:
-            for placed in self._tensors.parameters:
-                tensor = placed.tensor
-                mean = placed.of(vector).to(tensor.device, tensor.dtype, non_blocking=True)
-                # A fused optimizer takes for granted that both are in one order of dimensions (channels_last)
-                tensor.grad = mean if tensor.is_contiguous() else torch.empty_like(tensor).copy_(mean)
 
     def _step(self, step: int) -> None:
         with by_the_job():
@@ -252,23 +246,17 @@ class OwnStepper:
         for optimizer, came in zip(self._optimizers, head.groups, strict=True):
             known = optimizer.state_dict()["param_groups"]
             merged = [_as_before(group, new) for group, new in zip(known, came, strict=True)]
-            self._load_into(optimizer, kept, merged)
+            order = [p for group in optimizer.param_groups for p in group["params"]]
+            state = {i: kept[name] for i, p in enumerate(order) if (name := self._name_of[id(p)]) in kept}
+            optimizer.load_state_dict({"state": state, "param_groups": merged})
+            for index, own in state.items():
+                loaded = optimizer.state[order[index]]
+                for key, value in own.items():
+                    if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:  # torch has cast it
+                        loaded[key] = value.to(loaded[key].device)
         self._history = ""  # every worker loads at the same version
         for schedule, new in zip(self._schedules, head.schedules, strict=True):
             schedule.load_state_dict(_as_before(schedule.state_dict(), new))
-
-    def _load_into(
-        self, optimizer: torch.optim.Optimizer, kept: Mapping[str, dict[str, Any]], groups: list[dict[str, Any]]
-    ) -> None:
-        """Load into one optimizer, and undo torch's cast of the state to its parameter's dtype."""
-        order = [p for group in optimizer.param_groups for p in group["params"]]
-        state = {i: kept[name] for i, p in enumerate(order) if (name := self._name_of[id(p)]) in kept}
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-        for index, came in state.items():
-            loaded = optimizer.state[order[index]]
-            for key, value in came.items():
-                if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
-                    loaded[key] = value.to(loaded[key].device)
 
     def settings_digest(self) -> str:
         """Return a short digest of the groups' hyperparameters and the schedules' state, now and at each step so far.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -30,9 +30,9 @@ from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.habits import Habits, WrappedHabits, by_the_job
 from rallypoint.worker.loop.guard import ModelGuard, Parts, compares
-from rallypoint.worker.loop.micro import BufferVersions, EarlyForward, Micro, check_last
+from rallypoint.worker.loop.micro import BufferVersions, EarlyForward, Loop, Micro, check_last
 from rallypoint.worker.membership import LeftLoop
-from rallypoint.worker.module_hooks import Activations, ForwardChecks
+from rallypoint.worker.module_hooks import Activations, ModuleHooks
 from rallypoint.worker.precision import Autocast, Losses, losses_of
 from rallypoint.worker.ranks.followers import LEFT_LOOP, Logged, mean_of
 from rallypoint.worker.sources.local import Ahead
@@ -41,12 +41,11 @@ from rallypoint.worker.tensors import Carried, Carry, weights_hash
 # ---- The passes of the replica that is being computed: forward inside of ``with micro:``, and backward ----
 
 
-class Passes:
-    """What the micro-batches of a `Run` call. Main thread only.
+class Passes(Loop):
+    """What the micro-batches of a `Run` call: see `Loop`. Main thread only.
 
     Attributes:
         losses, weights: of the replica's micro-batches and steps so far.
-        logged: the figures that the script has logged of the replica.
         autocast: as `precision` says.
         told: the script has told the loss. (A loop of its own need not.)
     """
@@ -79,12 +78,7 @@ class Passes:
         self._habits.leave()
         self._activations.remove()
 
-    def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
-        """Add figures of one micro-batch (called by Micro)."""
-        self.logged.add(figures)
-
     def check(self) -> None:
-        """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
         self._exchange.check()
 
     def watch(self, micro: Micro) -> None:
@@ -92,10 +86,7 @@ class Passes:
         self._habits.enter(micro)
 
     def enter_micro(self, micro: Micro) -> None:
-        """Begin ``with micro:`` (called by Micro).
-
-        It makes no check: `__exit__` could not swallow an error of `__enter__`.
-        """
+        """It makes no check: `__exit__` could not swallow an error of `__enter__`."""
         self._early.inside = self._exchange.rows.in_micro = True
         self._exchange.cores.take()
         if not self._own:  # else the script's optimizer is what steps, and its calls are right
@@ -107,7 +98,6 @@ class Passes:
             self._streamed.begin()
 
     def exit_micro(self) -> None:
-        """End ``with micro:`` (called by Micro)."""
         self._exchange.cores.give()
         if self._streamed is not None:
             self._streamed.leave()
@@ -118,15 +108,12 @@ class Passes:
         self._early.inside = self._exchange.rows.in_micro = False
 
     def backward_at(self) -> str:
-        """Where the script has called backward() itself in this micro-batch (called by Micro)."""
         return self._habits.backward_at
 
     def carried_micro(self, micro: Micro) -> Carry:
-        """What the micro-batch's replica carries (called by Micro)."""
         return self._carrying(micro).of(micro.replica)
 
     def carry_micro(self, micro: Micro, state: Carry) -> None:
-        """Set what the micro-batch's replica carries (called by Micro)."""
         self._carrying(micro).give(micro.replica, state)
 
     def _carrying(self, micro: Micro) -> Carried:
@@ -140,9 +127,16 @@ class Passes:
     def backward_micro(
         self, micro: Micro, loss: torch.Tensor, weight: float, *, last: bool = True, retain_graph: bool = False
     ) -> None:
-        """Back-propagate one loss of a micro-batch (called by Micro). The gradients of those before it are kept."""
+        """The gradients of those before it are kept."""
         if not last or micro.losses is not None:
-            self._check_several(micro)
+            where = f"step {micro.step}, replica {micro.replica}"
+            if self._streamed is not None:
+                raise UsageError(
+                    f'{where}: micro.backward(more=True) with parameters="streamed" is not supported: gradients leave '
+                    "as they are made; add the losses"
+                )
+            if not self._parts.alone:
+                raise UsageError(f"{where}: micro.backward(more=True) is for workers of one process: add the losses")
         if self._early.finish(loss):
             self._installed_early(micro.step)
         if micro.index == 0 and micro.losses is None:
@@ -161,18 +155,7 @@ class Passes:
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._parts.source.end_backward()
 
-    def _check_several(self, micro: Micro) -> None:
-        where = f"step {micro.step}, replica {micro.replica}"
-        if self._streamed is not None:
-            raise UsageError(
-                f'{where}: micro.backward(more=True) with parameters="streamed" is not supported: gradients leave as '
-                "they are made; add the losses"
-            )
-        if not self._parts.alone:
-            raise UsageError(f"{where}: micro.backward(more=True) is for workers of one process: add the losses")
-
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
-        """The script has back-propagated one micro-batch by itself (called by Micro)."""
         if self._own:
             self.told = loss is not None
             self._count(micro, loss, weight)
@@ -300,7 +283,7 @@ class Evaluator:
         self.version: int | None = None
         self._stops: list[StopWhen] = []
         self._registered = False
-        self._checks = ForwardChecks(parts.model, lambda module: parts.exchange.leased.check())
+        self._checks = ModuleHooks(parts.model, lambda module: parts.exchange.leased.check())
 
     def stop_when(self, rule: StopWhen) -> None:
         """The script has this rule. Raises UsageError where the job cannot decide, ConfigError if it is no rule."""
@@ -436,7 +419,7 @@ class Run:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._config = parts, parts.config
         self._exchange, self._source, self._tracer = parts.exchange, parts.source, parts.tracer
-        self._checks = ForwardChecks(parts.model, self._before_module)
+        self._checks = ModuleHooks(parts.model, self._before_module)
         self._guard, self._followers = ModelGuard.of(parts), parts.followers
         self._versions = BufferVersions(parts, self._guard.cast)
         self._early = EarlyForward(parts, self._guard, self._versions)
@@ -614,7 +597,8 @@ class Run:
         stopping.leave(self._exchange, f"the loop was left at step {self._config.steps_at(round)}", own=own)
         while (action := self._next_action(early=False)) is not None:
             if isinstance(action, machine.Compute):
-                stopping.cannot_compute(self._exchange, action.step)
+                stopping.say(action.step + 1, self._exchange.end.generation, left=action.step)
+                self._exchange.end.wait_for_others()
             else:
                 self._do(action)
         self._end()
@@ -663,7 +647,10 @@ class Run:
                 yield from self._step(step, replica)
             self._followers.agree(self._passes.losses, self._passes.weights, self._passes.logged)
             if not self._parts.alone:
-                self._parts.stopping.heed_ranks(self._followers.stop(), self._exchange)
+                if (reason := self._followers.stop()) is not None:
+                    self._parts.stopping.wish(reason)
+                with suppress(Rewound):  # other ranks send their gradients first: `end_replica` raises it after that
+                    self._parts.stopping.heed(self._exchange)
             self._source.end_replica(replica)
         except Rewound:
             self._early.undo()

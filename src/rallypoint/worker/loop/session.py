@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Unpack
@@ -21,19 +22,37 @@ from rallypoint.core.layout import WORD_BYTES
 from rallypoint.core.modes import Feature
 from rallypoint.core.order import stream_reads
 from rallypoint.core.plan.candidates import advice_at_start
-from rallypoint.core.protocol import Capture, GiveUp, Leaving, Propose, Reached, Welcome
+from rallypoint.core.protocol import (
+    Aborted,
+    Assist,
+    Beat,
+    Capture,
+    Finished,
+    GiveUp,
+    Leaving,
+    Message,
+    NewView,
+    Propose,
+    Reached,
+    Refused,
+    Say,
+    ScriptAt,
+    StopWanted,
+    Welcome,
+)
 from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.worker.slots import Store
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.spec import Collate, Data, Loader, given
-from rallypoint.errors import ConfigError, JobAborted, RallypointError, StartAgain, UsageError
+from rallypoint.errors import REFUSED, ConfigError, JobAborted, ProtocolError, RallypointError, StartAgain, UsageError
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import say
 from rallypoint.observe.trace import LOAD, Tracer
-from rallypoint.observe.waits import SharedCores
+from rallypoint.observe.waits import SharedCores, wait_until
 from rallypoint.optim import InPlace
 from rallypoint.parallel import Parallel, RankGroup
 from rallypoint.worker.evaluations import EvaluationReports
@@ -45,14 +64,14 @@ from rallypoint.worker.keys_exchange import KeyExchange
 from rallypoint.worker.loop.guard import Parts
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worker_optimizer
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.membership import TOO_LATE, DataPlane, MemberMessages, Stopping
+from rallypoint.worker.membership import Stopping
 from rallypoint.worker.ranks.followers import RankFollowers
 from rallypoint.worker.ranks.run import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
-from rallypoint.worker.ranks.watch import cause_of, watch_of
+from rallypoint.worker.ranks.watch import RankWatch, cause_of
 from rallypoint.worker.sources.hooks import DeltaSource, Staging, staging_for
 from rallypoint.worker.sources.local import source_for
-from rallypoint.worker.sources.streamed import FirstValues, Init, prepare, streamed_for
+from rallypoint.worker.sources.streamed import FirstValues, Init, StreamedParameters, prepare
 from rallypoint.worker.tensors import ModelTensors, TrainSettings
 
 # ---- What a run begins with where its script does not say it ----
@@ -83,7 +102,10 @@ def mode_said(record: JobRecord, view: View, welcome: Welcome, device: torch.dev
 HAND_OVER_S, LEAVE_WITHIN_S = 6.0, 10.0  # after a worker is told to go; launchers and batch systems end it soon after
 
 
-class Job(MemberMessages):
+TOO_LATE = "the job was over before this worker took part in it"
+
+
+class Job:
     """This process as a worker of a job, made by `rallypoint.join`. A context manager.
 
     Attributes:
@@ -96,6 +118,7 @@ class Job(MemberMessages):
     """
 
     run_type: type[Run] = Run
+    script_ended: Callable[[int, int, str], None] = staticmethod(lambda rank, sums, worker: None)
     _in_place: InPlace | None = None  # what the server shares that is alone with this worker in its process
 
     def __init__(
@@ -118,7 +141,8 @@ class Job(MemberMessages):
         self._lead = self._captured = ""
         self._wanted: Capture | None = None  # the last snapshot that the coordinator asked for
         self._failure: BaseException | None = None
-        self._plane: DataPlane | None = None
+        self._plane: Exchange | KeyExchange | None = None
+        self._script: ScriptAt | None = None  # what this worker has said of the end of its script, in a job of sums
         self._exchange: Exchange | None = None
         self._keys: KeyStore | None = None
         self._staging: Staging | None = None
@@ -126,14 +150,16 @@ class Job(MemberMessages):
         self._link = CoordinatorLink(
             transport=self._transport, address=coordinator, me=Identity("worker", id, token, near=near),
             handlers=Handlers(
-                self._on_message, self._on_lost, self._on_admitted, self._beat, lambda: self._tracer.seconds(LOAD)
+                self._on_message, self._on_lost, self._on_admitted,
+                lambda: Beat() if self._plane is None else self._plane.beat(), lambda: self._tracer.seconds(LOAD),
             ),
         )  # fmt: skip
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
         self._link.start()
         torch.set_num_threads(self._link.welcome.threads)
         self.welcome, self.stopping, self.started = self._link.welcome, self._stopping, self._link.welcome.workers
-        self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
+        board = None if group is None else group.board
+        self._watch = None if board is None else RankWatch(board, id, self.welcome.heartbeat, self._say)
 
     def train(
         self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
@@ -173,10 +199,8 @@ class Job(MemberMessages):
         lead = None if self._group is None else Lead(self._group, config, model, parallel, folder, carry)
         made = prepare(model, config, init)
         tensors = ModelTensors(model, config, made, carry) if lead is None else lead.tensors(data.dataset)
-        batches = (
-            MicroBatches(data.dataset, config, tensors.device, data.collate, loader=data.loader) if lead is None
-            else lead.batches(data)
-        )  # fmt: skip
+        part = (0, 1) if lead is None else lead.part
+        batches = MicroBatches(data.dataset, config, tensors.device, data.collate, part, data.loader)
         optimizer = worker_optimizer(tensors, config, own, schedules)
         identity = identity_of(data.dataset)
         record = record_of(
@@ -211,9 +235,9 @@ class Job(MemberMessages):
             say=self._say, reports=self._reports, optimizer=optimizer, stopping=self._stopping,
             followers=RankFollowers() if lead is None else lead.followers, leases=lead is None and record.leases,
             decides_not=record.refusal_of({Feature.DECIDES, *of_ranks}),
-            streamed=streamed_for(
+            streamed=StreamedParameters(
                 model, tensors, exchange, FirstValues(model, tensors, made, config.seed, init), self._say
-            ),
+            ) if exchange.streamed else None,
         ))  # fmt: skip
         return self._run
 
@@ -260,14 +284,17 @@ class Job(MemberMessages):
         with self._changed:
             self._record = record
         self._link.send(Propose(record, self._kernels, self._first))
-        self._wait_for_view()
+        with self._changed:
+            wait_until(
+                self._changed, lambda: self._failure is not None or self._finished or self._view is not None,
+                lambda: "the other members of the job", self._report_wait,
+            )  # fmt: skip
+            if self._failure is not None:
+                raise self._failure
+            if self._view is None:
+                raise JobAborted(TOO_LATE)
 
-    def _on_admitted(self, new: bool) -> None:
-        MemberMessages._on_admitted(self, new)
-        if self._exchange is not None:
-            self._exchange.reaching.say(again=True)
-
-    def _begin(self, exchange: DataPlane) -> None:
+    def _begin(self, exchange: Exchange | KeyExchange) -> None:
         """Give the data plane what the coordinator has said so far, and from now on."""
         with self._changed:
             self._plane = exchange
@@ -393,3 +420,89 @@ class Job(MemberMessages):
                 part.close()
         if self._link.welcome.folder:
             self._tracer.save(Path(self._link.welcome.folder))
+
+    def _say(self, text: str) -> None:
+        self._link.send(Say(text))
+
+    def say_script(self, script: ScriptAt) -> None:
+        """Tell the coordinator how far the script is, in a job of sums; its end also the next coordinator."""
+        with self._changed:
+            self._script = script if script.ended else self._script
+        self._link.send(script)
+
+    def _report_wait(self, sentence: str) -> None:
+        self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
+
+    # ---- messages from the coordinator, on the link's thread ----
+
+    def _on_admitted(self, new: bool) -> None:
+        """The coordinator has admitted this worker (again): repeat what the coordinator may not know.
+
+        Repeat it even when the coordinator seems to know this worker. A coordinator that died before anything was
+        agreed left nothing in its journal, so the next one counts incarnations from 1 again.
+        """
+        with self._changed:
+            record, script = self._record, self._script
+        if record is not None:
+            self._link.send(Propose(record, self._kernels, self._first))
+        if script is not None:
+            self._link.send(script)
+        self._reports.repeat(new=new)
+        self._stopping.repeat(self._view)
+        if self._leaving:
+            self._link.send(Leaving())
+        if self._exchange is not None:
+            self._exchange.reaching.say(again=True)
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case NewView(view=view):
+                with self._changed:
+                    self._view, exchange = view, self._plane
+                    self._changed.notify_all()
+                if exchange is not None:
+                    exchange.adopt(view)
+                self._stopping.adopted(view)
+            case Assist(step=step, replica=replica):
+                if self._plane is not None:
+                    self._plane.assist(step, replica)
+            case Capture():
+                with self._changed:
+                    self._wanted = message
+                self._capture()
+            case Finished(lead=lead):
+                with self._changed:
+                    self._finished, self._lead = True, lead
+                    self._changed.notify_all()
+                if self._plane is not None:
+                    self._plane.finish()
+            case StopWanted(reason=reason):
+                self._stopping.wish(reason or "the operator")
+            case ScriptAt(rank=rank, sums=sums, worker=worker):
+                self.script_ended(rank, sums, worker)
+            case Refused(reason=reason, final=True):
+                self._fail(JobAborted(f"{REFUSED}{reason}"))
+            case Aborted(reason=reason) | Refused(reason=reason):
+                self._fail(JobAborted(reason))
+            case _:
+                raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
+
+    def _capture(self) -> None:
+        """Pass the coordinator's last request for a snapshot to the exchange, once. (Each view repeats the request.)"""
+        with self._changed:
+            wanted, exchange = self._wanted, self._plane
+            if exchange is None or wanted is None or wanted.snapshot == self._captured:
+                return
+            self._captured = wanted.snapshot
+        exchange.capture(Store(wanted.snapshot, wanted.version, wanted.writers))
+
+    def _on_lost(self, error: RallypointError) -> None:
+        if not self._finished:
+            self._fail(JobAborted(f"the coordinator is gone: {error}"))
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+        if self._plane is not None:
+            self._plane.fail(error)

@@ -19,14 +19,14 @@ from rallypoint.core.ranks import Spread
 from rallypoint.data.dataset import MapDataset
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
-from rallypoint.data.spec import Collate, Data, GivenData, Loader, given
+from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.errors import UsageError, sentence_of
 from rallypoint.observe.lenient import say
 from rallypoint.parallel import OrderKind, Parallel, RankGroup, RankOrder, is_of_another_rank, whole_of
 from rallypoint.worker.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.keys import NOT_OF_RANKS, KeySettings, KeyShape, KeyStore
-from rallypoint.worker.loop.micro import Micro
+from rallypoint.worker.loop.micro import Loop, Micro
 from rallypoint.worker.module_hooks import Activations
 from rallypoint.worker.precision import Autocast
 from rallypoint.worker.ranks.followers import (
@@ -51,10 +51,14 @@ log = logging.getLogger("rallypoint")
 _E = TypeVar("_E", bound=Evaluation)
 
 
-class RankRun:
+class RankRun(Loop):
     """What `job.train` returns on a rank that does not lead: iterate over it as over `Run`.
 
     Attributes:
+        config, folder: the resolved configuration of the job; the run's folder.
+        step: steps of training in the version that the model holds; -1 before the first version.
+        lead: False, as only rank 0 of a worker leads.
+        worker_leads: when the job is over: rank 0 of this worker leads.
         ended: the leader has said that the loop is over.
     """
 
@@ -62,41 +66,16 @@ class RankRun:
         self, spread: SpreadModel, config: JobConfig, batches: MicroBatches, order: list[tuple[Entry, Spread]],
         folder: Path,
     ) -> None:  # fmt: skip
-        self._spread, self._config, self._batches, self._order = spread, config, batches, order
-        self._folder = folder
+        self._spread, self.config, self._batches, self._order, self.folder = spread, config, batches, order, folder
         self._figures = Figures(spread.group, spread.part)
         self._evaluations = Evaluations.unwatched(spread.model, seed=config.seed, steps=config.steps)
         self._autocast = Autocast(config, spread.device)
         self._activations = Activations(spread.model, config)
-        self._step, self._started, self.ended, self._leads = -1, False, False, False
+        self.step = -1
+        self._started = self.ended = self.lead = self.worker_leads = False
         self._losses: list[torch.Tensor] = []
-        self._logged = Logged()
+        self.logged = Logged()
         self._weight, self._computed = 1.0, 0  # of the step in progress: the weight, the micro-batches
-
-    @property
-    def config(self) -> JobConfig:
-        """The resolved configuration of the job."""
-        return self._config
-
-    @property
-    def step(self) -> int:
-        """Steps of training in the version that the model holds; -1 before the first version."""
-        return self._step
-
-    @property
-    def lead(self) -> bool:
-        """False: only rank 0 of a worker leads."""
-        return False
-
-    @property
-    def worker_leads(self) -> bool:
-        """When the job is over: True if rank 0 of this worker leads."""
-        return self._leads
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        return self._folder
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -110,18 +89,6 @@ class RankRun:
     def stop_when(self, metric: str, **settings: object) -> None:
         """Raises UsageError: see `Run.stop_when`."""
         raise UsageError(f"{metric}: run.stop_when is not supported together with --ranks: call run.stop() instead")
-
-    def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
-        """Add figures of one micro-batch (called by Micro): rank 0 gets them at the replica's end."""
-        self._logged.add(figures)
-
-    def carried_micro(self, micro: Micro) -> Carry:
-        """Raises UsageError: rank 0 has refused ``carry=``."""
-        raise UsageError("micro.carry is not supported together with --ranks")
-
-    def carry_micro(self, micro: Micro, state: Carry) -> None:
-        """Raises UsageError: see `carried_micro`."""
-        self.carried_micro(micro)
 
     def every(self, steps: int) -> Callable[[_E], _E]:
         """Decorate an evaluation: it runs on all ranks of the worker that evaluates. See `Run.every`."""
@@ -153,7 +120,7 @@ class RankRun:
         if order.first:
             raise SystemExit(0)  # this worker was told to leave
         self._activations.remove()
-        self._leads = bool(order.second)
+        self.worker_leads = bool(order.second)
         self._spread.restore_buffers()
 
     def _install(self, version: int) -> None:
@@ -161,7 +128,7 @@ class RankRun:
         for _, tensor in self._order:
             self._spread.hand_out(tensor, None)
         self._spread.keep_buffers()
-        self._step = self._config.steps_at(version)
+        self.step = self.config.steps_at(version)
 
     def _evaluate(self, order: RankOrder) -> None:
         self._spread.group.at(EVALUATING.format(step=order.first))
@@ -176,17 +143,17 @@ class RankRun:
     def _replica(self, round: int, replica: int) -> Iterator[Micro]:
         group = self._spread.group
         group.at(COMPUTING.format(step=round, replica=replica))
-        self._losses, self._logged = [], Logged()
+        self._losses, self.logged = [], Logged()
         self._spread.restore_buffers()
-        for step in self._config.steps_of(round):
+        for step in self.config.steps_of(round):
             self._computed = 0
-            for index in range(self._config.accumulate):
+            for index in range(self.config.accumulate):
                 batch = self._batches.load(step, replica, index)
                 yield Micro(self, step=step, replica=replica, index=index, batch=batch)
                 if self._computed == index:
                     raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
         group.at(COMPUTED)
-        self._figures.agree([float(loss) for loss in self._losses], self._weight, self._logged)
+        self._figures.agree([float(loss) for loss in self._losses], self._weight, self.logged)
         self._figures.stop = None  # rank 0 knows of it
         group.at(GRADIENTS)
         for entry, tensor in self._order:
@@ -197,39 +164,25 @@ class RankRun:
 
     # ---- called by Micro ----
 
-    def check(self) -> None:
-        """Does nothing: the leader decides what is stale."""
-
     def enter_micro(self, micro: Micro) -> None:
-        """Begin ``with micro:``."""
         seed_everything(self._batches.compute_seed(micro.step, micro.replica, micro.index))
         self._autocast.enter()
 
     def exit_micro(self) -> None:
-        """End ``with micro:``."""
         self._autocast.leave()
 
     def backward_micro(
         self, micro: Micro, loss: torch.Tensor, weight: float, *, last: bool = True, retain_graph: bool = False
     ) -> None:
-        """Back-propagate one micro-batch."""
         if not last:
             raise UsageError("micro.backward(more=True) is for workers of one process: add the losses")
-        self._count(loss, weight)
+        self.computed_micro(micro, loss, weight)
         with self._autocast.off():
-            (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward(  # type: ignore[no-untyped-call]
+            (loss / self.config.accumulate if self.config.accumulate > 1 else loss).backward(  # type: ignore[no-untyped-call]
                 retain_graph=retain_graph
             )
 
-    def backward_at(self) -> str:
-        """Nowhere: only the leader looks (called by Micro)."""
-        return ""
-
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
-        """The script has back-propagated one micro-batch by itself."""
-        self._count(loss, weight)
-
-    def _count(self, loss: torch.Tensor | None, weight: float) -> None:
         self._computed, self._weight = self._computed + 1, weight
         if loss is not None:
             self._losses.append(whole_of(loss))
@@ -248,22 +201,12 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class RankJob:
-    """What `rallypoint.join` returns on a rank that does not lead: use it as a `Job`."""
+    """What `rallypoint.join` returns on a rank that does not lead: use it as a `Job`, with the same attributes."""
 
     def __init__(self, group: RankGroup, id: str) -> None:
-        self.id = id
+        self.id, self.rank, self.ranks = id, group.rank, group.size
         self._group = group
         self._run: RankRun | None = None
-
-    @property
-    def rank(self) -> int:
-        """This process's number among the ranks of its worker."""
-        return self._group.rank
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks of this worker."""
-        return self._group.size
 
     def store(self, keys: Mapping[str, KeyShape], **settings: Unpack[KeySettings]) -> KeyStore:
         """Raises UsageError: a store is for workers of one process."""
@@ -326,7 +269,7 @@ def heard(group: RankGroup) -> tuple[JobConfig, Path]:
 
 
 class Lead:
-    """What a group's leader has in place of the parts of a worker of one process.
+    """What a group's leader has in place of the parts of a worker of one process; `part` is that of `SpreadModel`.
 
     Made while the other ranks call `RankJob.train`. Raises ConfigError for settings that a group does not support.
     """
@@ -340,7 +283,7 @@ class Lead:
         told(group, config, folder)
         self._group, self._config = group, config
         self._spread = SpreadModel(group, model, parallel or Parallel())
-        self._figures = Figures(group, self._spread.part)
+        self.part, self._figures = self._spread.part, Figures(group, self._spread.part)
         self.followers = OtherRanks(group, self._figures)
 
     def tensors(self, dataset: MapDataset) -> LeaderTensors:
@@ -349,13 +292,6 @@ class Lead:
         tensors = LeaderTensors(self._spread, self._config)
         self._group.at("")
         return tensors
-
-    def batches(self, data: GivenData) -> MicroBatches:
-        """Return this rank's part of the micro-batches."""
-        spread = self._spread
-        return MicroBatches(
-            data.dataset, self._config, spread.device, data.collate, part=spread.part, loader=data.loader
-        )
 
     def source(self, tensors: LeaderTensors, exchange: Exchange) -> RankGradients:
         """Return the source of this worker's contributions."""

@@ -53,7 +53,13 @@ class SpreadModel:
         self.group, self.model = group, model
         _check(model, parallel)
         held, self._tensors = held_of(model)
-        self._check_memory()
+        own = {name: local_of(tensor) for name, tensor in self._tensors.items()}
+        parameters = {name for name, tensor in self._tensors.items() if isinstance(tensor, torch.nn.Parameter)}
+        trained = {name for name in parameters if self._tensors[name].requires_grad}
+        frozen = {name: own[name] for name in own if name in parameters - trained}
+        buffers = {name: own[name] for name in own if name not in parameters}
+        check_kept(frozen, buffers)
+        check_apart({name: own[name] for name in own if name in trained}, {**frozen, **buffers})
         self.part = data_part(parallel.mesh, parallel.dimensions)
         check_data_parallel(self._tensors, parallel.dimensions)
         holdings = [
@@ -70,15 +76,6 @@ class SpreadModel:
         first = next(iter(self._tensors.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
         self._buffers_at_start: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def _check_memory(self) -> None:
-        own = {name: local_of(tensor) for name, tensor in self._tensors.items()}
-        parameters = {name for name, tensor in self._tensors.items() if isinstance(tensor, torch.nn.Parameter)}
-        trained = {name for name in parameters if self._tensors[name].requires_grad}
-        frozen = {name: own[name] for name in own if name in parameters - trained}
-        buffers = {name: own[name] for name in own if name not in parameters}
-        check_kept(frozen, buffers)
-        check_apart({name: own[name] for name in own if name in trained}, {**frozen, **buffers})
 
     def _order(self, unsharded: torch.nn.Module | None) -> list[str]:
         """Return the names of the whole model's tensors; [] if it was not given. All ranks compare theirs."""
@@ -175,7 +172,7 @@ class LeaderTensors(ModelTensors):
         own = [Placed(here, entry) for entry, tensor in self.spread if (here := spread.here(tensor)) is not None]
         self.parameters = [placed for placed in own if placed.entry.spec.group >= 0]
         self.buffers = [placed for placed in own if placed.entry.spec.group < 0]
-        self._frozen = self._hashes()
+        self._frozen = {tensor.name: hash_of(self._whole(tensor)) for tensor in spread.frozen}
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         self._last: tuple[str, torch.Tensor] = "", nothing  # the tensor that `part` has put together last
 
@@ -184,20 +181,10 @@ class LeaderTensors(ModelTensors):
         self._spread.group.at(where)
 
     def frozen_hashes(self) -> dict[str, str]:
-        """Return a hash of every frozen parameter's bytes, whole."""
         return self._frozen
-
-    def _hashes(self) -> dict[str, str]:
-        found = {}
-        for tensor in self._spread.frozen:
-            whole = torch.empty(tensor.shape, dtype=wire_dtype(tensor), device="cpu")
-            self._spread.collect_value(tensor, whole)
-            found[tensor.name] = hash_of(whole)
-        return found
 
     @torch.no_grad()
     def part(self, start: int, stop: int) -> torch.Tensor:
-        """Words `start` to `stop` of the flat vector, as a new 1-D fp32 CPU tensor; gaps between groups are zero."""
         vector = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         for entry, tensor in self.spread:
             first, last = max(start, entry.start), min(stop, entry.stop)
@@ -211,11 +198,14 @@ class LeaderTensors(ModelTensors):
             place = [one.name for _, one in self.spread].index(tensor.name)
             self.at(f"collecting the values of {tensor.name}")
             self._spread.group.tell(RankOrder(OrderKind.VALUE, place))
-            whole = torch.empty(tensor.shape, dtype=wire_dtype(tensor), device="cpu")
-            self._spread.collect_value(tensor, whole)
+            self._last = tensor.name, self._whole(tensor)
             self.at("")
-            self._last = tensor.name, whole
         return self._last[1]
+
+    def _whole(self, tensor: Spread) -> torch.Tensor:
+        whole = torch.empty(tensor.shape, dtype=wire_dtype(tensor), device="cpu")
+        self._spread.collect_value(tensor, whole)
+        return whole
 
     def gradient(self, tensor: Spread) -> torch.Tensor:
         """Return a parameter's gradient of all ranks, which collect it at the same time: 1-D fp32, on the CPU."""
@@ -225,9 +215,7 @@ class LeaderTensors(ModelTensors):
 
     def buffer_words(self, entry: Entry, tensor: Spread) -> torch.Tensor:
         """Return a buffer as its words of the flat vector (1-D fp32), which all ranks collect at the same time."""
-        whole = torch.empty(tensor.shape, dtype=wire_dtype(tensor), device="cpu")
-        self._spread.collect_value(tensor, whole)
-        return Placed(whole, entry).words()
+        return Placed(self._whole(tensor), entry).words()
 
     def read_from(self, vector: torch.Tensor, buffers: torch.Tensor | None = None) -> None:
         """Copy parameters and buffers from a flat fp32 CPU vector to all ranks, which have been told of it."""
@@ -299,7 +287,6 @@ class RankGradients(DeltaSource):
         pushes.computed()
 
     def abandon(self) -> None:
-        """The replica in progress is stale."""
         self._exchange.replica.abandoned()
 
 

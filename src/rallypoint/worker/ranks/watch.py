@@ -50,20 +50,6 @@ class RankWatch:
                         os.kill(kill, signal.SIGKILL)
 
 
-class NoWatch:
-    """The watch of a worker of one process."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-def watch_of(group: RankGroup | None, worker: str, heartbeat: float, say: Callable[[str], None]) -> RankWatch | NoWatch:
-    """Return the watch over the ranks of this worker."""
-    if group is None or group.board is None:
-        return NoWatch()
-    return RankWatch(group.board, worker, heartbeat, say)
-
-
 class Judge:
     """Decides what to say of the ranks and which of them to kill, given their rows at one time after the other."""
 

@@ -445,7 +445,11 @@ class GradientHooks(DeltaSource):
             elif self._staging.eager:
                 self._write(index, placed, self._taken(index, placed, parameter))
             elif parameter.dtype is not torch.float32:
-                self._widen(index, parameter)
+                # In fp32, as a slot adds: autograd would in the parameter's own type
+                assert parameter.grad is not None
+                gradient = parameter.grad.to(torch.float32)
+                self._wide[index] = self._wide[index].add_(gradient) if index in self._wide else gradient
+                parameter.grad = None
 
         return hook
 
@@ -453,13 +457,6 @@ class GradientHooks(DeltaSource):
         """A hook has the replica's last gradient of a parameter."""
         self._write(index, placed, gradient)
         self._release(index, keeps=True)
-
-    def _widen(self, index: int, parameter: torch.Tensor) -> None:
-        """Add up micro-batches' gradients in fp32, as a slot does: autograd would in the parameter's own type."""
-        assert parameter.grad is not None
-        gradient = parameter.grad.to(torch.float32)
-        self._wide[index] = self._wide[index].add_(gradient) if index in self._wide else gradient
-        parameter.grad = None
 
     def _taken(self, index: int, placed: Placed, parameter: torch.Tensor) -> torch.Tensor:
         """Take the gradient off the parameter: its memory is free as soon as it is in its slot."""
@@ -544,21 +541,15 @@ class GradientHooks(DeltaSource):
         if self._kept is not None:
             self._send(self._kept)
         if self._clip is not None:
-            self._clip_and_send(self._clip)
-
-    def _clip_and_send(self, limit: float) -> None:
-        """Scale the slots by the norm of the whole gradient, then send them."""
-        self._staging.drain()
-        values = {shard: self._values(shard) for shard in self._whole}
-        scale = clip_scale(total_norm(float(torch.linalg.vector_norm(of)) for of in values.values()), limit)
-        for shard, slot in values.items():
-            if self._claim(shard):
-                if scale != 1.0:
-                    slot.mul_(scale)
-                self._exchange.replica.filled(shard)
-
-    def _values(self, shard: int) -> torch.Tensor:
-        return self._beside[shard] if shard in self._beside else self._exchange.memory.words(shard)
+            self._staging.drain()
+            slots = self._exchange.memory.words
+            values = {shard: self._beside[shard] if shard in self._beside else slots(shard) for shard in self._whole}
+            scale = clip_scale(total_norm(float(torch.linalg.vector_norm(of)) for of in values.values()), self._clip)
+            for shard, slot in values.items():
+                if self._claim(shard):
+                    if scale != 1.0:
+                        slot.mul_(scale)
+                    self._exchange.replica.filled(shard)
 
     def _finish_unused(self, index: int, placed: Placed) -> None:
         if placed.tensor.grad is not None or index in self._wide:

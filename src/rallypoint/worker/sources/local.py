@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -59,10 +59,11 @@ class LocalStepsSource(DeltaSource):
         words, cuda = exchange.layout.words, tensors.device.type == "cuda"
         self._start = pinned_words(words) if cuda else torch.empty(words, dtype=torch.float32, device="cpu")
         self._start.zero_()
+        self._flat = _FlatModel(tensors, self._start)
         self._moved = False  # True if the model holds something else than `_start`
         self._started: Callable[[], None] = lambda: None  # waits until `_start` is written
         assert config.local is not None
-        delayed = config.local.delay > 0
+        delayed = self._delayed = config.local.delay > 0
         self._inner = InnerStates(config.local.keep_inner, lambda round: _Inner(
             optimizer_of(tensors, config), round, delayed=delayed), ahead=delayed)  # fmt: skip
         self._step = self._replica = -1
@@ -141,11 +142,9 @@ class LocalStepsSource(DeltaSource):
         torch.sub(self._start[shard.start : shard.stop], slot, out=slot)
         self._exchange.replica.filled(shard.index)
 
-    @torch.no_grad()
     def _go_back(self) -> None:
         if self._moved:
-            for placed in self._tensors.parameters:
-                placed.tensor.copy_(placed.of(self._start))
+            self._flat.load(self._start)
             self._moved = False
 
     @torch.no_grad()
@@ -218,16 +217,9 @@ class FragmentsSource(LocalStepsSource):
     parameters, except for the shards installed since. Any other replica starts from the version.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, tensors: ModelTensors, config: JobConfig, exchange: Exchange, staging: Staging,
-        say: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        super().__init__(model, tensors, config, exchange, staging, say)
-        assert config.local is not None
-        self._flat = _FlatModel(tensors, self._start)
-        self._own: OwnParameters[_Inner, torch.Tensor] = OwnParameters(
-            self._inner, self._flat, delayed=config.local.delay > 0
-        )
+    @cached_property
+    def _own(self) -> OwnParameters[_Inner, torch.Tensor]:
+        return OwnParameters(self._inner, self._flat, delayed=self._delayed)
 
     @torch.no_grad()
     def installed(self, shards: Sequence[Shard] | None) -> None:

@@ -208,7 +208,7 @@ def _check(model: torch.nn.Module) -> None:
 
 # ---- The streamed parameters of one model: each has values only while something uses it ----
 #
-# Between two uses a parameter has its shape and no memory. It is *late* then (`module_hooks.py`): a torch function that
+# Between two uses a parameter has its shape and no memory. It is *late* then (`tensors.py`): a torch function that
 # gets it as an argument makes it pull its values, also where a module reads another module's parameter. What autograd
 # keeps of a parameter for the backward pass, such as the transposed view in a linear layer, is kept as a name, and
 # pulled again when backward needs it (`torch.autograd.graph.saved_tensors_hooks`).
@@ -549,10 +549,3 @@ class StreamedParameters:
         if isinstance(kept, torch.Tensor):
             return kept
         return torch.as_strided(self._use(kept.index), kept.size, kept.stride, kept.offset)
-
-
-def streamed_for(
-    model: torch.nn.Module, tensors: ModelTensors, exchange: Exchange, first: FirstValues, say: Callable[[str], None]
-) -> StreamedParameters | None:
-    """Return the streamed parameters of a model; None where workers hold them."""
-    return StreamedParameters(model, tensors, exchange, first, say) if exchange.streamed else None
