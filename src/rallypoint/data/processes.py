@@ -472,11 +472,11 @@ class LoaderProcesses:
     def _begin(self, loader: DataLoader[Loaded]) -> Iterator[Loaded]:
         self._ahead.begin()
         before = multiprocessing.active_children()
-        arriving: Any = iter(loader)
+        arriving = iter(loader)
         with contextlib.suppress(AttributeError):  # torch's own affair: another version may do it otherwise
             # This process's own end of the queue into which they write: else there is no end to see when all of them
             # have died, one of them in the middle of a message.
-            arriving._worker_result_queue._writer.close()
+            arriving._worker_result_queue._writer.close()  # type: ignore[attr-defined]
         begun = [process for process in multiprocessing.active_children() if process not in before]
         with self._changed:
             self._processes, self._none = begun or self._processes, False  # the second time they are the same
