@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,7 +83,7 @@ class Habits:
         """The script calls ``GradScaler.scale``. A scaler of another model, whose losses stay there, is let through."""
         if self._ours or self._micro is None or not scaler.is_enabled():
             return
-        if reaches(_tensors_in(outputs), self._known):
+        if reached(_tensors_in(outputs), self._known):
             raise UsageError(
                 f"{script_line()}: a GradScaler scales the loss, and nobody would unscale the gradients: the servers "
                 'step. Take it out, and give job.train precision="fp16" (the servers have the scale) or "bf16", which '
@@ -95,7 +95,7 @@ class Habits:
         micro = self._micro
         if self._ours or micro is None:
             return
-        if inputs is None and not reaches(_tensors_in(losses), self._known):
+        if inputs is None and not reached(_tensors_in(losses), self._known):
             return
         if inputs is not None and not any(id(one) in self._known for one in _tensors_in(inputs)):
             return
@@ -122,7 +122,7 @@ class WrappedHabits(Habits):
 
     def scales(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
         """The script calls ``GradScaler.scale``."""
-        if not self._ours and scaler.is_enabled() and reaches(_tensors_in(outputs), self._known):
+        if not self._ours and scaler.is_enabled() and reached(_tensors_in(outputs), self._known):
             raise UsageError(
                 f"{script_line()}: a GradScaler scales the loss, and optimizer.step() of rp.wrap would push the scaled "
                 "gradients: take it out, and use torch.autocast with bf16, which needs none"
@@ -148,8 +148,8 @@ def script_line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def reaches(losses: Iterable[torch.Tensor], known: set[int]) -> bool:
-    """True if gradients of these losses go to one of the tensors whose ids are `known`."""
+def reached(losses: Iterable[torch.Tensor], known: Container[int]) -> int:
+    """Return the id of one of the tensors, whose ids are `known`, to which gradients of these losses go; 0: of none."""
     waiting: list[Any] = [loss.grad_fn for loss in losses]
     seen = set()
     while waiting:
@@ -158,9 +158,9 @@ def reaches(losses: Iterable[torch.Tensor], known: set[int]) -> bool:
             continue
         seen.add(node)
         if id(getattr(node, "variable", None)) in known:
-            return True
+            return id(node.variable)
         waiting += [function for function, _ in node.next_functions]
-    return False
+    return 0
 
 
 def _tensors_in(given: Any) -> list[torch.Tensor]:

@@ -188,6 +188,13 @@ class RowPull:
             return False
         return True
 
+    def vector(self, layout: Layout) -> torch.Tensor:
+        """The flat fp32 vector of a whole version that has come."""
+        vector = torch.empty(layout.words, dtype=torch.float32, device="cpu")
+        for place in map(layout.shards.__getitem__, self.wanted):
+            vector[place.start : place.stop] = torch.frombuffer(self.got.pop(place.index), dtype=torch.float32)
+        return vector
+
 
 _NOTHING = memoryview(b"")
 
@@ -288,7 +295,7 @@ class RowPulls:
         if not machine.takes_part:
             return ""  # the version may not exist yet
         home = self._locked.shell.view.primary
-        return f"version {pull.version}, to be evaluated: {self._links.describe(pull.missing, home)}"
+        return f"version {pull.version}, as servers have it: {self._links.describe(pull.missing, home)}"
 
     def _unasked(self, pull: RowPull) -> list[int]:
         shell = self._locked.shell
@@ -356,10 +363,7 @@ class LeasedPull:
         if pull.outdated:
             self.end()
             return generation, None
-        vector = torch.empty(self._layout.words, dtype=torch.float32, device="cpu")
-        for shard in self._layout.shards:
-            vector[shard.start : shard.stop] = torch.frombuffer(pull.got.pop(shard.index), dtype=torch.float32)
-        return generation, vector
+        return generation, pull.vector(self._layout)
 
     def check(self) -> None:
         """Raise Rewound if another worker is to evaluate the version by now, or a roll-back has made it stale."""

@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, cast
 
@@ -24,7 +24,7 @@ from rallypoint.parallel import whole_of
 from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
 from rallypoint.worker.exchange.locked import Rewound
-from rallypoint.worker.habits import by_the_job
+from rallypoint.worker.habits import by_the_job, reached
 from rallypoint.worker.loop.guard import ModelGuard, NoGuard, Parts
 from rallypoint.worker.precision import HeldParameters
 from rallypoint.worker.ranks.followers import is_number
@@ -42,6 +42,7 @@ class BufferVersions:
         """`on_cast` is called when parameters have got another type: see `HeldParameters`."""
         self._parts, self._exchange = parts, parts.exchange
         self._held = HeldParameters(parts.config, parts.tensors, on_cast)
+        self._rounds = parts.config.down != Raw() or parts.config.memory.hold == "bf16"  # what comes, or is held
         self._writer: SnapshotWriter | None = None
         self._updates = -1  # the newest update in the model's version; -1 until one comes from the servers
         self._buffers_at_start: list[torch.Tensor] = []
@@ -91,10 +92,12 @@ class BufferVersions:
             vector, shards = exchange.begin_install(version), exchange.installing
             if vector is None:
                 return None
-            self._held.before_install(last=version >= exchange.end.last)
+            last, (states, skipped) = version >= exchange.end.last, exchange.take_states()
+            if last and exchange.end.is_early and self._rounds and not (states or skipped):
+                vector, shards = exchange.exactly(version, vector), None
+            self._held.before_install(last=last)
             parts.source.install()
             if parts.optimizer is not None:
-                states, skipped = exchange.take_states()
                 parts.optimizer.install(version, vector, states, skipped=skipped)
                 exchange.holds = version
             elif parts.streamed is not None:
@@ -295,7 +298,7 @@ class EarlyForward:
         if not self._runs:
             return False
         unread = {id(placed.tensor): placed for placed in self._tensors.parameters if type(placed.tensor) is self._kind}
-        if unread and (found := _in_graph(loss, unread)) is not None:
+        if unread and (found := reached([loss], unread)):
             name = unread[found].entry.spec.name
             self._why_not = f"parameter {name} is read by something that gets a copy of it, such as torch.func"
             raise Rewound
@@ -397,21 +400,6 @@ def _memory(tensor: torch.Tensor) -> int:
             return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return 0
-
-
-def _in_graph(loss: torch.Tensor, wanted: Container[int]) -> int | None:
-    """The id of one of these leaves on which `loss` depends; None if it depends on none."""
-    seen: set[Any] = set()
-    left: list[Any] = [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in wanted:
-            return id(node.variable)
-        left += [before for before, _ in node.next_functions]
-    return None
 
 
 def _users(tensor: torch.Tensor) -> int:
