@@ -116,10 +116,6 @@ def optimizer_state(config: JobConfig) -> ServerState:
 
 # ---- Pulls of rows of tables: the main thread waits for those of its batch; and pulls of whole versions ----
 
-
-# One pull of rows: which server was asked for what, and what has arrived. A lost request is sent again (I2).
-
-
 Asked = tuple[ViewNumber, str, int]  # the view, the primary asked, and the number of our connection to it
 
 

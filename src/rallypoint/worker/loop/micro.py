@@ -92,12 +92,12 @@ class BufferVersions:
             vector, shards = exchange.begin_install(version), exchange.installing
             if vector is None:
                 return None
-            last, (states, skipped) = version >= exchange.end.last, exchange.take_states()
-            if last and exchange.end.is_early and self._rounds and not (states or skipped):
-                vector, shards = exchange.exactly(version, vector), None
-            self._held.before_install(last=last)
+            self._held.before_install(last=version >= exchange.end.last)
             parts.source.install()
             if parts.optimizer is not None:
+                states, skipped = exchange.take_states()
+                if not (states or skipped) and self._is_rounded(version):
+                    vector = vector if (exact := exchange.exactly(version)) is None else exact
                 parts.optimizer.install(version, vector, states, skipped=skipped)
                 exchange.holds = version
             elif parts.streamed is not None:
@@ -119,6 +119,18 @@ class BufferVersions:
         generation = exchange.installed(version)
         self._trace(version)
         return generation
+
+    def _is_rounded(self, version: int) -> bool:
+        """True if this may be the job's last version, and shards of it came as any other's: see `Exchange.exactly`."""
+        return self._rounds and self._exchange.end.is_early and version >= self._exchange.end.last
+
+    def ended(self, version: int) -> None:
+        """The model holds the job's last version: from now on exactly."""
+        steps_here = self._parts.optimizer is not None
+        if not steps_here and self._is_rounded(version) and (vector := self._exchange.exactly(version)) is not None:
+            self._held.before_install(last=True)
+            self._parts.followers.install(version)
+            self._parts.tensors.read_from(vector)
 
     def completed(self, buffers: list[torch.Tensor]) -> None:
         """A forward pass has installed a whole version; `buffers` are the buffers' values in it."""
