@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +199,21 @@ def number(value: float) -> torch.Tensor:
     the process, else fp32; on the CPU."""
     dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
     return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def load_exactly(
+    optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[Any] = ()
+) -> None:
+    """Load the state of its parameters, and the `groups`, if there are any. Each tensor keeps its type: torch casts all
+    to their parameter's, also numbers (NAdam's `mu_product`), and a parameter may be in bf16."""
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    known = {index: state[p] for index, p in enumerate(order) if p in state}
+    optimizer.load_state_dict({"state": known, "param_groups": groups or optimizer.state_dict()["param_groups"]})
+    for index, came in known.items():
+        loaded = optimizer.state[order[index]]
+        for key, value in came.items():
+            if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)
 
 
 def import_for_optimizers() -> None:

@@ -65,6 +65,25 @@ def test_a_result_that_no_thread_can_be_started_for_is_an_error_and_no_silence(m
         future.wait()
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_parameter_that_is_added_up_needs_no_gradient_for_that(turned: bool) -> None:
+    """The script says `torch.no_grad()` on its own thread; the result comes on the thread of the sums."""
+
+    def doubled(values: torch.Tensor, into: torch.Tensor, keeps: range) -> PendingSum:
+        into.copy_(2 * values)
+        (here := PendingSum()).ended(None)
+        return here
+
+    made = SimpleNamespace(reducer=SimpleNamespace(sum=doubled), failed=None)
+    values = torch.ones(3, 2)
+    parameter = torch.nn.Parameter(values.t() if turned else values.bfloat16())
+    with torch.no_grad():
+        part = joining.SumPart(parameter, parameter)
+    joining.sum_of(cast(Sums, made), [part], [parameter], torch.device("cpu")).wait()
+    assert parameter.is_leaf
+    assert (parameter == 2).all()
+
+
 def _broken(over: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[BaseException], list[int]]:
     """Tell a process that no sum can be made any more: with which errors it fails its job, and its exit statuses."""
     failed, statuses = list[BaseException](), list[int]()

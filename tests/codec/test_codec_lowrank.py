@@ -52,6 +52,13 @@ def test_a_step_of_zeros_does_not_stop_it() -> None:
     torch.testing.assert_close(there_and_back(codec, values), values, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-40])
+def test_a_first_gradient_of_nothing_is_sent_as_factors_whatever_the_matrix(value: float) -> None:
+    """A layer that the loss does not reach yet. The first Q has numbers above 4 where it has thousands."""
+    values = torch.full((64 * 8192,), value)
+    torch.testing.assert_close(there_and_back(LowRankCodec((64, 8192), 2), values), values, rtol=1e-3, atol=0.0)
+
+
 def test_sums_of_replicas_add_their_products() -> None:
     first, second = matrix([1.0, 0.5]), -0.3 * matrix([2.0, 0.1])
     decoder, total = LowRankCodec((ROWS, COLUMNS), 2), torch.zeros(ROWS * COLUMNS)

@@ -269,6 +269,24 @@ def test_processes_that_are_slow_to_begin_again_are_replaced(loading: Any) -> No
         assert all(map(same, batches.result(60), places))
 
 
+def test_paused_processes_end_with_the_job(loading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM, with which torch and Python's exit end them, does nothing, and the exit would wait without a limit."""
+    monkeypatch.setattr("rallypoint.data.processes.END_S", 0.1)
+    processes = loading(Noisy())
+    run_on(processes, needed((1, 3))[:2])
+    begun = multiprocessing.active_children()
+    for child in begun:
+        psutil.Process(child.pid).suspend()
+    processes.close()
+    try:
+        assert all(wait([child.sentinel], timeout=10) for child in begun)
+        until(lambda: not processes._thread.is_alive())
+        assert not processes.said
+    finally:
+        for child in begun:
+            child.kill()
+
+
 def until(happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not happened():

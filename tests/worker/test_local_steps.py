@@ -18,6 +18,7 @@ from rallypoint.errors import NonFiniteLoss
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.transport import InprocConnection, InprocLender
 from rallypoint.testing.reference import train_reference
+from rallypoint.worker.sources.local import _Inner
 from rallypoint.worker.tensors import weights_hash
 from support.beside import until
 from support.reference_local import train_local_reference
@@ -116,6 +117,25 @@ def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same
     times = Counter(where for where, _ in yielded)
     assert times[(at, 0, 0)] == 2
     assert weights_hash(model) == undisturbed(sync, replicas=3, steps=16)
+
+
+def test_a_round_that_is_made_again_in_bf16_begins_with_the_same_numbers() -> None:
+    """NAdam's `mu_product`, fp32 beside parameters of any type: in bf16 it would have three digits."""
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 5000, dtype=torch.bfloat16))
+    inner = _Inner(torch.optim.NAdam([parameter], lr=0.1, foreach=False), round=0)
+
+    def steps(*seeds: int) -> torch.Tensor:
+        for seed in seeds:
+            parameter.grad = torch.randn(5000, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            inner.optimizer.step()
+        return parameter.detach().clone()
+
+    start = steps(0)
+    inner.begin(1)
+    first = steps(1, 2)
+    inner.go_back()
+    parameter.data.copy_(start)
+    assert torch.equal(steps(1, 2), first)
 
 
 # ---- what it is equal to ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,21 @@ def test_a_tensor_that_is_written_anew_is_logged_as_it_was(tmp_path: Path) -> No
     steps = steps_logged(tmp_path, lambda micro: total.add_(1.0), accumulate=2)
     expected = [4 * step + (1.5 + 2 * 3.5) / 3 for step in range(3)]
     assert [step["figures"]["figure"] for step in steps] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("logs", [True, False], ids=["figure", "loss"])
+def test_micro_batches_of_plus_and_of_minus_infinity_have_a_mean_that_is_no_number(logs: bool, tmp_path: Path) -> None:
+    """The script went on with such losses in plain PyTorch, and does so here if it says so."""
+    model, infinite = torch.nn.Linear(3, 2), [-math.inf, math.inf]
+    with EmbeddedJob(folder=str(tmp_path)) as job:
+        for micro in job.train(model, DATA, batch=4, steps=3, accumulate=2, nonfinite="skip"):
+            with micro:
+                micro.log(figure=infinite[micro.index])
+                loss = model(micro.batch[0]).square().mean()
+                micro.backward(loss if logs or micro.step != 1 else loss + infinite[micro.index])
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["type"] == "Skipped"] == [] if logs else [1]
+    assert [event["step"] for event in events if event["type"] == "StepDone"] == [0, 1, 2]
 
 
 def test_so_is_the_loss_of_a_pass_that_is_not_the_last(tmp_path: Path) -> None:

@@ -73,7 +73,16 @@ def stops_at_4(run: Run, step: int) -> None:
         run.stop()
 
 
+def stops_at_the_end_of_5(run: Run, micro: Micro) -> bool:
+    """Most shards have left by then, and servers publish them as those of any version."""
+    if (micro.step, micro.replica) == (5, 1):
+        run.stop()
+    return False
+
+
 BF16_DOWN = {"down": {"type": "bf16"}}
+IN_SHARDS: dict[str, Any] = {**BF16_DOWN, "network.shard_bytes": 64}
+HELD = {"network.shard_bytes": 64, "precision": "bf16", "memory.hold": "bf16"}
 
 
 @pytest.mark.parametrize(("how", "settings", "end", "evaluated"), [
@@ -81,6 +90,10 @@ BF16_DOWN = {"down": {"type": "bf16"}}
     pytest.param({"after": stops(5)}, {"sync": rp.AllReduce()}, 6, [4, 6], id="all-reduce", marks=pytest.mark.slow),
     pytest.param({"after": stops(5)}, {"sync": rp.LocalSteps(1)}, 6, [4, 6], id="local steps"),
     pytest.param({"after": stops(5)}, BF16_DOWN, 6, [4, 6], id="a lossy down: the last version comes as it is"),
+    pytest.param({"after": stops_at_the_end_of_5}, IN_SHARDS, 6, [4, 6], id="so do shards that were published before"),
+    pytest.param({"after": stops_at_the_end_of_5}, HELD, 6, [4, 6], id="and what workers hold in bf16"),
+    pytest.param({"after": stops_at_the_end_of_5}, {**IN_SHARDS, "sync": rp.AllReduce()}, 6, [4, 6], id="and means"),
+    pytest.param({"before": leaves(5)}, IN_SHARDS, 5, [4, 5], id="and a version that was here before a break"),
     pytest.param({"after": stops(11)}, {}, 12, [4, 8, 12], id="at the last step it changes nothing"),
     pytest.param({"evaluate": stops_at_4}, {}, 5, [4, 5], id="in an evaluation it is the step after"),
     pytest.param({"before": leaves(5)}, {}, 5, [4, 5], id="a break before a step"),

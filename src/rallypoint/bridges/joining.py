@@ -211,7 +211,7 @@ class SumPart:
         self, given: torch.Tensor, into: torch.Tensor, *, keeps: range | None = None, factor: float = 1.0,
         before: float | torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._into, self._factor = into, factor
+        self._into, self._factor = into.detach(), factor  # of a parameter: gradients are on, on the thread of the sums
         words = given.detach().reshape(-1).to("cpu", torch.float32)
         self._words = words if before is None else words * before
         self._keeps = range(words.numel()) if keeps is None else keeps

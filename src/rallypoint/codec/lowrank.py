@@ -21,7 +21,7 @@ from rallypoint.codec.base import body_of_exactly, checked, nonfinite, require_l
 from rallypoint.core.layout import factors_pay
 from rallypoint.errors import ConfigError, UsageError
 
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST, _LEAST = torch.finfo(torch.float32).max, 2.0**-120  # the first Q, of normal numbers, divided by it is finite
 _NAME = "PowerSGD"
 
 
@@ -65,7 +65,7 @@ class LowRankCodec:
         if not math.isfinite(largest):
             raise nonfinite(_NAME)
         # Scaling Q does not change the subspace, and keeps the product in range for a matrix of any magnitude.
-        torch.mm(matrix, self._q / max(largest, torch.finfo(torch.float32).tiny), out=p)
+        torch.mm(matrix, self._q / max(largest, _LEAST), out=p)
         p.copy_(torch.linalg.qr(p).Q)
         torch.mm(matrix.t(), p, out=q)
         peak = float(q.abs().amax())

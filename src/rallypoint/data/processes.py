@@ -345,6 +345,8 @@ class LoaderProcesses:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(END_S)
+            for process in self._processes:  # one that is paused heeds no SIGTERM, and Python's exit would wait for it
+                process.kill()
         self._ahead.close()
 
     # ---- on the main thread ----
@@ -462,7 +464,10 @@ class LoaderProcesses:
         self._ahead.begin()
         before = multiprocessing.active_children()
         arriving = iter(loader)
-        _leave_writing(arriving)
+        with contextlib.suppress(AttributeError):  # torch's own affair: another version may do it otherwise
+            # This process's own end of the queue into which they write: else there is no end to see when all of them
+            # have died, one of them in the middle of a message.
+            arriving._worker_result_queue._writer.close()  # type: ignore[attr-defined]
         begun = [process for process in multiprocessing.active_children() if process not in before]
         with self._changed:
             self._processes, self._none = begun or self._processes, False  # the second time they are the same
@@ -521,7 +526,8 @@ class LoaderProcesses:
             self._requested = deque(place for place in self._requested if place in self._ready)
             self._places.again(again)
             self._changed.notify_all()
-        self._say(f"a loader process {'died' if died else 'failed'}, and new ones go on at its samples ({what})")
+        if not self._over:
+            self._say(f"a loader process {'died' if died else 'failed'}, and new ones go on at its samples ({what})")
         return ""
 
 
@@ -534,15 +540,6 @@ class _Places(Sampler[Any]):
     def __iter__(self) -> Iterator[Place]:
         while (place := self._following()) is not None:
             yield place
-
-
-def _leave_writing(arriving: Any) -> None:
-    """Close this process's own end of the queue into which its loader processes write.
-
-    Else there is no end to see when all of them have died, one of them in the middle of a message.
-    """
-    with contextlib.suppress(AttributeError):  # torch's own affair: another version may do it otherwise
-        arriving._worker_result_queue._writer.close()
 
 
 def _is_dead(process: BaseProcess) -> bool:

@@ -106,10 +106,6 @@ class ReplicatedState(ServerState):
 
 # ---- Pulls of rows of tables: the main thread waits for those of its batch; and pulls of whole versions ----
 
-
-# One pull of rows: which server was asked for what, and what has arrived. A lost request is sent again (I2).
-
-
 Asked = tuple[ViewNumber, str, int]  # the view, the primary asked, and the number of our connection to it
 
 
@@ -173,6 +169,13 @@ class RowPull:
         else:
             return False
         return True
+
+    def vector(self, layout: Layout) -> torch.Tensor:
+        """The flat fp32 vector of a whole version that has come."""
+        vector = torch.empty(layout.words, dtype=torch.float32, device="cpu")
+        for place in map(layout.shards.__getitem__, self.wanted):
+            vector[place.start : place.stop] = torch.frombuffer(self.got.pop(place.index), dtype=torch.float32)
+        return vector
 
 
 _NOTHING = memoryview(b"")
@@ -241,7 +244,7 @@ class RowPulls:
             if not machine.takes_part:
                 return ""  # the version may not exist yet
             home = self._locked.shell.view.primary
-            return f"version {version}, to be evaluated: {self._links.describe(pull.missing, home)}"
+            return f"version {version}, as servers have it: {self._links.describe(pull.missing, home)}"
 
         return None if self._asked(pull, lambda: "" if goes_on() else "it is given up", describe) else pull
 
@@ -340,10 +343,7 @@ class LeasedPull:
         if pull.outdated:
             self.end()
             return generation, None
-        vector = torch.empty(self._layout.words, dtype=torch.float32, device="cpu")
-        for shard in self._layout.shards:
-            vector[shard.start : shard.stop] = torch.frombuffer(pull.got.pop(shard.index), dtype=torch.float32)
-        return generation, vector
+        return generation, pull.vector(self._layout)
 
     def check(self) -> None:
         """Raise Rewound if another worker is to evaluate the version by now, or a roll-back has made it stale."""

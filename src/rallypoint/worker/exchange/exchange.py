@@ -538,6 +538,14 @@ class Exchange:
             self.updates = max(self._shell.machine.landed, default=version)
         return self.memory.whole() if isinstance(self.memory, NarrowVector) else self.buffer
 
+    def exactly(self, version: int) -> torch.Tensor | None:
+        """Pull a version as servers have it: a flat fp32 vector. None if a roll-back comes, or the job is over. For the
+        last one, where a script has ended the job: what was published before that was known came as `down` rounds it.
+        """
+        generation, shards = self.end.generation, [shard for shard in self.layout.shards if shard.role != "rows"]
+        pull = self.rows.whole(version, shards, lambda: self.end.generation == generation and not self._shell.over)
+        return None if pull is None or pull.outdated else pull.vector(self.layout)
+
     @property
     def installing(self) -> list[Shard] | None:
         """The shards to install; None for all of them. The rest of the buffer is undefined."""

@@ -42,6 +42,7 @@ class BufferVersions:
         """`on_cast` is called when parameters have got another type: see `HeldParameters`."""
         self._parts, self._exchange = parts, parts.exchange
         self._held = HeldParameters(parts.config, parts.tensors, on_cast)
+        self._rounds = parts.config.down != Raw() or parts.config.memory.hold == "bf16"  # what comes, or is held
         self._writer: SnapshotWriter | None = None
         self._updates = -1  # the newest update in the model's version; -1 until one comes from the servers
         self._buffers_at_start: list[torch.Tensor] = []
@@ -92,6 +93,8 @@ class BufferVersions:
             parts.source.install()
             if parts.optimizer is not None:
                 states, skipped = exchange.take_states()
+                if not (states or skipped) and self._is_rounded(version):
+                    vector = vector if (exact := exchange.exactly(version)) is None else exact
                 parts.optimizer.install(version, vector, states, skipped=skipped)
                 exchange.holds = version
             elif parts.streamed is not None:
@@ -113,6 +116,18 @@ class BufferVersions:
         generation = exchange.installed(version)
         self._trace(version)
         return generation
+
+    def _is_rounded(self, version: int) -> bool:
+        """True if this may be the job's last version, and shards of it came as any other's: see `Exchange.exactly`."""
+        return self._rounds and self._exchange.end.is_early and version >= self._exchange.end.last
+
+    def ended(self, version: int) -> None:
+        """The model holds the job's last version: from now on exactly."""
+        steps_here = self._parts.optimizer is not None
+        if not steps_here and self._is_rounded(version) and (vector := self._exchange.exactly(version)) is not None:
+            self._held.before_install(last=True)
+            self._parts.followers.install(version)
+            self._parts.tensors.read_from(vector)
 
     def completed(self, buffers: list[torch.Tensor]) -> None:
         """A forward pass has installed a whole version; `buffers` are the buffers' values in it."""

@@ -17,7 +17,7 @@ from rallypoint.core.layout import DTYPE_BYTES, Shard
 from rallypoint.core.modes import StateHolder
 from rallypoint.core.schedule import rate_at
 from rallypoint.errors import ConfigError, ProtocolError
-from rallypoint.optim import NUMBERS, Pieces, number
+from rallypoint.optim import NUMBERS, Pieces, load_exactly, number
 from rallypoint.store.record import MASTER, OWN, ShardRecord
 from rallypoint.worker.habits import by_the_job
 from rallypoint.worker.tensors import ModelTensors, Placed, optimizer_of
@@ -133,9 +133,7 @@ class SpecifiedStepper:
                         part = torch.from_numpy(array)[start - shard.start : stop - shard.start]
                         flat[start - placed.entry.start : stop - placed.entry.start].copy_(part)
                 kept.update({name: number(value) for name, value in record.scalars.items()})
-        order = [p for group in self._optimizer.param_groups for p in group["params"]]
-        state = {i: _shaped(p, of_parameter[p]) for i, p in enumerate(order) if of_parameter.get(p)}
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
+        load_exactly(self._optimizer, {p: _shaped(p, kept) for p, kept in of_parameter.items() if kept})
 
 
 def _shaped(parameter: torch.Tensor, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -246,14 +244,7 @@ class OwnStepper:
         for optimizer, came in zip(self._optimizers, head.groups, strict=True):
             known = optimizer.state_dict()["param_groups"]
             merged = [_as_before(group, new) for group, new in zip(known, came, strict=True)]
-            order = [p for group in optimizer.param_groups for p in group["params"]]
-            state = {i: kept[name] for i, p in enumerate(order) if (name := self._name_of[id(p)]) in kept}
-            optimizer.load_state_dict({"state": state, "param_groups": merged})
-            for index, own in state.items():
-                loaded = optimizer.state[order[index]]
-                for key, value in own.items():
-                    if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:  # torch has cast it
-                        loaded[key] = value.to(loaded[key].device)
+            load_exactly(optimizer, {self._placed[n].tensor: of for n, of in kept.items() if n in self._placed}, merged)
         self._history = ""  # every worker loads at the same version
         for schedule, new in zip(self._schedules, head.schedules, strict=True):
             schedule.load_state_dict(_as_before(schedule.state_dict(), new))

@@ -248,15 +248,12 @@ class Prefetch:
         step, replica, index = place
         with self._tracer.span(LOAD, step=step, replica=replica):
             if self._processes is not None:
-                return self._moved(self._processes.take(place))
-            batch, skipped = self._batches.loaded(step, replica, index)
-            for sentence in skipped:
-                self._say(sentence)
-            return self._moved(batch)
-
-    def _moved(self, batch: Any) -> Any:
-        """On the device; a stream's last batch is moved when it is taken."""
-        return batch if isinstance(batch, LastBatch) else self._batches.on_device(batch)
+                batch = self._processes.take(place)
+            else:
+                batch, skipped = self._batches.loaded(step, replica, index)
+                for sentence in skipped:
+                    self._say(sentence)
+            return batch if isinstance(batch, LastBatch) else self._batches.on_device(batch)  # (moved when it is taken)
 
 
 # ---- Evaluations: each version that is leased to this worker; without leases, as the lead ----
@@ -564,6 +561,7 @@ class Run:
             case machine.Store():
                 self._versions.store(action)
         if (end := self._exchange.end.take()) is not None:
+            self._versions.ended(end[1])
             self._evaluating.installed(end[1], end[0])  # what is due after the last step
             if self._parts.streamed is not None:
                 self._parts.streamed.report()
@@ -606,7 +604,9 @@ class Run:
     def _next_action(self, *, early: bool = True) -> machine.Next | None:
         if early:
             self._prefetch()
-        self._early.allow(early and self._may_begin_early(self._exchange.step + 1))
+        round = self._exchange.step + 1  # may its forward pass begin before its version is here?
+        free = early and not compares(self._config.steps_at(round)) and self._evaluating.may_begin_early(round)
+        self._early.allow(free)
         with self._tracer.span("wait", step=self._exchange.step):
             return self._exchange.next_action()
 
@@ -618,10 +618,6 @@ class Run:
         gone = self._ahead.has(round, replica)
         first = self._config.steps_at(round) + (self._config.steps_ahead(round) if gone else 0)
         self._prefetched.load((first, replica, 0))
-
-    def _may_begin_early(self, round: int) -> bool:
-        """True if nothing has to be done with this round's version before its forward pass begins."""
-        return not compares(self._config.steps_at(round)) and self._evaluating.may_begin_early(round)
 
     # ---- one replica ----
 

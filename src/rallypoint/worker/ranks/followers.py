@@ -111,8 +111,8 @@ def _mean_over_parts(values: Sequence[tuple[int, float]]) -> float:
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """The mean, correctly rounded."""
-    return math.fsum(values) / len(values)
+    """The mean, correctly rounded; NaN where infinities meet, of which `fsum` raises an error."""
+    return (math.fsum(values) if all(map(math.isfinite, values)) else sum(values)) / len(values)
 
 
 # ---- What the leader tells the other ranks; a worker of one process has nobody to tell ----

@@ -15,6 +15,7 @@ from rallypoint.core.schedule import rate_at
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.local import Drift, InnerStates, OwnParameters
 from rallypoint.net.pool import pinned_words
+from rallypoint.optim import load_exactly
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.precision import Losses
 from rallypoint.worker.sources.hooks import (
@@ -170,29 +171,27 @@ class _Inner:
     round: int
     whole: bool = False  # True after all steps of the round
     drift: Drift[torch.Tensor] | None = None  # in staggered rounds: where its parameters are
-    before: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
+    before: dict[torch.Tensor, dict[str, torch.Tensor | None]] = field(default_factory=dict)
     delayed: bool = False  # it keeps `before` of the previous round as `earlier`
-    earlier: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
+    earlier: dict[torch.Tensor, dict[str, torch.Tensor | None]] = field(default_factory=dict)
 
     def begin(self, round: int) -> None:
         """Begin the next round: save the optimizer's state."""
         self.round, self.whole = round, False
         if self.delayed:
             self.earlier = self.before
-        state = self.optimizer.state_dict()["state"]
         self.before = {
-            index: {name: None if t is None else t.to("cpu", copy=True) for name, t in kept.items()}
-            for index, kept in state.items()
+            parameter: {name: None if t is None else t.to("cpu", copy=True) for name, t in kept.items()}
+            for parameter, kept in self.optimizer.state.items()
         }
 
     def go_back(self) -> None:
         """Begin the same round again: restore the optimizer's state."""
         self.whole = False
-        state = {
-            index: {name: None if t is None else t.clone() for name, t in kept.items()}
-            for index, kept in self.before.items()
-        }
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        load_exactly(self.optimizer, {
+            parameter: {name: None if t is None else t.clone() for name, t in kept.items()}
+            for parameter, kept in self.before.items()
+        })  # fmt: skip
 
     def step_back(self) -> None:
         """Go back to the start of the round before, to compute it again."""
