@@ -51,6 +51,14 @@ def members(tmp_path: Path) -> Iterator[Members]:
         yield made
 
 
+def begun(members: Members, *options: str) -> str:
+    """Start a coordinator with these options, and a server at its address, which is returned."""
+    members.start("coordinator", "coordinator", *options)
+    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
+    members.start("server", "server", "--coordinator", address)
+    return address
+
+
 @pytest.mark.slow
 def test_the_documented_commands_make_a_cluster_that_says_how_it_gets_on(members: Members) -> None:
     token, coordinator, *others = documented()
@@ -208,9 +216,7 @@ def test_without_an_address_it_says_how_to_give_one(arguments: list[str], tmp_pa
 def test_a_signal_to_a_coordinator_without_a_folder_ends_the_job_for_all(
     members: Members, number: signal.Signals
 ) -> None:
-    members.start("coordinator", "coordinator", "--bind", "127.0.0.1:0")
-    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
-    members.start("server", "server", "--coordinator", address)
+    begun(members, "--bind", "127.0.0.1:0")
     members.until("server", r"(has joined the job)")
     members.started["coordinator"].send_signal(number)
     assert members.started["coordinator"].wait(40.0) == 130, members.said("coordinator")
@@ -222,9 +228,7 @@ def test_a_signal_to_a_coordinator_without_a_folder_ends_the_job_for_all(
 @pytest.mark.slow
 def test_snapshots_that_the_coordinator_does_not_see_end_the_job_before_its_first_step(members: Members) -> None:
     """Each process has a memory of its own, as each host has a disk of its own."""
-    members.start("coordinator", "coordinator", "--snapshots", "memory://each-its-own")
-    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
-    members.start("server", "server", "--coordinator", address)
+    address = begun(members, "--snapshots", "memory://each-its-own")
     members.start("worker", "worker", "--coordinator", address, "train.py")
     assert members.started["coordinator"].wait(PATIENCE_S) == 3, members.said("coordinator")
     said = members.said("coordinator")
@@ -236,9 +240,7 @@ def test_snapshots_that_the_coordinator_does_not_see_end_the_job_before_its_firs
 @pytest.mark.slow
 def test_ctrl_c_at_a_coordinator_by_hand_takes_a_last_snapshot(members: Members) -> None:
     (members.folder / "train.py").write_text(script())
-    members.start("coordinator", "coordinator", "--snapshots", str(members.folder / "kept"))
-    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
-    members.start("server", "server", "--coordinator", address)
+    address = begun(members, "--snapshots", str(members.folder / "kept"))
     members.start("worker", "worker", "--coordinator", address, "train.py")
     step = int(members.until("coordinator", r"step (\d+)/"))
     members.started["coordinator"].send_signal(signal.SIGINT)
@@ -253,9 +255,7 @@ def test_when_the_last_server_by_hand_dies_it_says_to_start_one_and_then_goes_on
     gate = members.folder / "gate"
     waits = f"while micro.step > 2 and not os.path.exists({str(gate)!r}): time.sleep(0.01)"
     (members.folder / "train.py").write_text(script(6, before=waits))
-    members.start("coordinator", "coordinator", "--snapshots", str(members.folder / "kept"))
-    address = members.until("coordinator", r"listens at (\S+)\n")
-    members.start("server", "server", "--coordinator", address)
+    address = begun(members, "--snapshots", str(members.folder / "kept"))
     members.start("worker", "worker", "--coordinator", address, "train.py")
     members.until("coordinator", r"(step \d+/)")
     members.started["server"].kill()
@@ -270,9 +270,7 @@ def test_when_the_last_server_by_hand_dies_it_says_to_start_one_and_then_goes_on
 def test_a_worker_that_is_refused_is_told_so_and_why_and_the_job_goes_on(members: Members) -> None:
     (members.folder / "train.py").write_text(script())
     (members.folder / "other.py").write_text(script(7))
-    members.start("coordinator", "coordinator")
-    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
-    members.start("server", "server", "--coordinator", address)
+    address = begun(members)
     members.start("w0", "worker", "--coordinator", address, "train.py")
     members.until("coordinator", r"(step \d+/)")
     members.start("w1", "worker", "--coordinator", address, "other.py")
@@ -284,15 +282,13 @@ def test_a_worker_that_is_refused_is_told_so_and_why_and_the_job_goes_on(members
 
 @pytest.mark.slow
 def test_sigterm_ends_a_coordinator_with_a_folder_alone_and_another_goes_on_with_its_job(members: Members) -> None:
-    start = ["coordinator", "--folder", str(members.folder / "run")]
-    members.start("coordinator", *start)
-    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
-    members.start("server", "server", "--coordinator", address)
+    folder = ["--folder", str(members.folder / "run")]
+    address = begun(members, *folder)
     members.until("server", r"(has joined the job)")
     members.started["coordinator"].send_signal(signal.SIGTERM)
     assert members.started["coordinator"].wait(40.0) == 143, members.said("coordinator")
     assert "told to go: another coordinator with --folder" in members.said("coordinator")
-    members.start("next", *start, "--bind", address)
+    members.start("next", "coordinator", *folder, "--bind", address)
     members.until("next", r"(the coordinator listens at)")
     members.start("worker", "worker", "--coordinator", address, "train.py")
     assert members.started["next"].wait(PATIENCE_S) == 0, members.said("next")

@@ -5,16 +5,31 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from rallypoint.core.protocol import Finished, Members, Message, Metrics, Planned, Say, Snapshotted, StepDone, Waiting
+from rallypoint.core.protocol import (
+    Finished,
+    Members,
+    Message,
+    Metrics,
+    Planned,
+    Say,
+    ScriptAt,
+    Skipped,
+    Snapshotted,
+    StepDone,
+    Waiting,
+)
 from rallypoint.core.view import ViewNumber
 from rallypoint.launch import console
+from rallypoint.launch import console as shown_by
 from rallypoint.launch.console import RunConsole
+from rallypoint.launch.observing.beside import Observers
 from rallypoint.launch.plan import Launch
 
 PLAN = Planned(
@@ -267,3 +282,134 @@ def test_before_the_plan_no_steps_are_said_to_go_on(monkeypatch: pytest.MonkeyPa
     now[0] = 72.0
     shown.warn_of_silence(10.0)
     assert "Steps go on without it" in said.getvalue()
+
+
+# ---- what is counted, whatever happens to the coordinator meanwhile ----
+
+
+def _planned(done: int) -> Planned:
+    return Planned(
+        steps=10, replicas=2, item="samples", words=100, shards=1, workers=("w0",), servers=("s0",),
+        steps_per_round=1, items=8, done=done,
+    )  # fmt: skip
+
+
+def _steps(first: int, last: int) -> list[Message]:
+    return [StepDone(step, 1.0, 8, 0) for step in range(first, last)]
+
+
+@pytest.mark.parametrize(("messages", "items"), [
+    ([_planned(0), *_steps(0, 10)], 80),
+    ([_planned(0), *_steps(0, 6), *_steps(3, 10)], 80),  # a roll-back: steps 3 to 5 are computed twice, counted once
+    ([_planned(0), *_steps(0, 6), _planned(6), *_steps(6, 10)], 80),  # the coordinator was replaced after step 5
+    ([_planned(4), *_steps(4, 10)], 48),  # the run goes on from a snapshot: what an earlier run did is not its own
+    ([_planned(4), *_steps(4, 7), _planned(7), *_steps(7, 10)], 48),
+], ids=["undisturbed", "rolled-back", "taken-over", "resumed", "resumed-and-taken-over"])  # fmt: skip
+def test_the_total_counts_each_sample_of_this_run_once(messages: list[Message], items: int) -> None:
+    here = ", of them 6 now" if items == 48 else ""
+    assert f"done: 10 steps{here}, {items} samples in" in _shown(messages)
+
+
+def _shown(messages: list[Message]) -> str:
+    said = io.StringIO()
+    console = RunConsole(Console(file=said, width=200, highlight=False))
+    for message in [*messages, Finished("w0")]:
+        console.show(message)
+    console.close()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(("alone", "first", "rest"), [
+    (False, "step 0 skipped", "{} steps skipped"),
+    (True, "a contribution to step 0 dropped", "{} contributions dropped"),
+])  # fmt: skip
+def test_of_many_skipped_steps_few_lines_tell_and_the_summary_says_how_many(alone: bool, first: str, rest: str) -> None:
+    skipped = [Skipped(step, (0, 1), alone=alone) for step in range(123)]
+    lines = [line for line in _shown([_planned(0), *skipped, *_steps(0, 10)]).splitlines() if "not finite" in line]
+    assert len(lines) == 4
+    assert lines[0] == f"{first}: the loss of replicas 0 and 1 is not finite"
+    assert [line.split("; ")[-1] for line in lines[1:3]] == [f"{rest.format(count)} so far" for count in (10, 100)]
+    assert lines[3] == f"{rest.format(123)}: a loss or a gradient was not finite"
+
+
+def test_one_skipped_step_is_one() -> None:
+    said = _shown([_planned(0), Skipped(3, ()), *_steps(0, 10)])
+    assert "1 step skipped: a loss or a gradient was not finite" in said
+
+
+def test_without_skipped_steps_the_summary_has_no_word_of_them() -> None:
+    assert "finite" not in _shown([_planned(0), *_steps(0, 10)])
+
+
+# ---- a job of sums: a script's own loop has no steps and no loss that servers know ----
+
+
+SUMS = Planned(0, 2, "scripts", 4_380_000, 61, ("worker0", "worker1"), ("server0", "server1"))
+HERE = Members("1.1", ("worker0", "worker1"), (), ("server0", "server1"))
+
+
+def shown(said: io.StringIO, *, terminal: bool = False) -> RunConsole:
+    return RunConsole(Console(file=said, width=100, force_terminal=terminal, color_system=None, highlight=False))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    made = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(shown_by.time, "monotonic", lambda: made.now)  # (the module `time`: the console's too)
+    return made
+
+
+def test_neither_steps_nor_parameters_are_shown_and_the_last_line_says_how_many_sums_were_made(clock: Any) -> None:
+    said = io.StringIO()
+    console = shown(said)
+    console.show(SUMS)
+    clock.now = 106.0
+    console.show(ScriptAt(0, 120, 6_000_000))
+    clock.now = 110.0
+    console.show(ScriptAt(1, 200, 10_000_000, ended=True))
+    console.show(Finished(stopped_at=1, why="the scripts have ended"))
+    console.close()
+    assert said.getvalue().splitlines() == [
+        "sums of 2 workers on 2 servers; the scripts decide when they end",
+        "120 sums  1.0 MB/s from each worker",
+        "done: the scripts have ended after 200 sums, 10.0 MB from each worker, in 10.0 s",
+    ]
+
+
+def test_a_terminal_shows_the_sums_so_far() -> None:
+    said = io.StringIO()
+    console = shown(said, terminal=True)
+    console.show(SUMS)
+    console.show(ScriptAt(0, 1234, 6_000_000))
+    assert console._progress is not None
+    console._progress.refresh()
+    console.close()
+    assert "1,234 sums" in said.getvalue()
+    assert "2147483647" not in said.getvalue()
+
+
+def test_the_coordinator_is_not_called_silent_while_it_repeats_how_far_the_scripts_are(clock: Any) -> None:
+    said = io.StringIO()
+    console = shown(said)
+    console.show(SUMS)
+    for _ in range(60):
+        clock.now += 1.0
+        console.show(ScriptAt(0))
+        console.warn_of_silence(10.0)
+    assert "nothing has been heard" not in said.getvalue()
+    clock.now += 11.0
+    console.warn_of_silence(10.0)
+    assert "nothing has been heard from the coordinator for 11 s" in said.getvalue()
+    assert "Sums go on without it" in said.getvalue()
+
+
+def test_a_job_without_steps_is_not_called_stalled() -> None:
+    told: list[int] = []
+    beside = cast(Any, Observers.__new__(Observers))
+    beside._reports = SimpleNamespace(steps=told.append, said=list[str])
+    beside._page, beside._trackers = SimpleNamespace(said=list[str]), []
+    console = shown(io.StringIO())
+    for message in (SUMS, HERE):
+        console.show(message)
+    beside.look(console)
+    assert told == [-1], "no step is waited for"

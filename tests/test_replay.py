@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,6 @@ from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalStep
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.worker.aligned import WorkerMachine
-from rallypoint.core.worker.slots import Effect
 from rallypoint.testing.simulation.policies import Played, word_for
 from rallypoint.testing.simulation.run import SimulationFailed, simulate
 from support import replay as replaying
@@ -43,12 +43,17 @@ def test_every_machine_of_a_simulated_run_replays_to_the_same_effects(
         machine.check()
 
 
-@pytest.mark.slow
-def test_the_command_replays_in_another_process_and_tells_a_shard_s_story(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The recordings of a simulated run."""
     monkeypatch.setenv("RALLYPOINT_RECORD", str(tmp_path))
     simulate(17, Sync())
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("recorded")
+def test_the_command_replays_in_another_process_and_tells_a_shard_s_story(tmp_path: Path) -> None:
     again = _command(str(tmp_path))
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stdout.count("the same answers to") == len(recordings([tmp_path]))
@@ -80,54 +85,38 @@ def test_a_field_failure_becomes_a_test(tmp_path: Path, monkeypatch: pytest.Monk
     assert all("Contribute" in difference.call or "Initialise" in difference.call for difference in differences)
 
 
-def test_a_machine_that_loops_for_ever_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RALLYPOINT_RECORD", str(tmp_path))
-    simulate(17, Sync())
-    path = next(path for path in recordings([tmp_path]) if path.name.startswith("server"))
+def _for_ever(*_: object) -> Any:
+    while True:
+        pass
 
-    def loops(self: Sync, ledger: object) -> bool:
-        while True:
-            pass
 
-    monkeypatch.setattr(Sync, "complete", loops)
+# The first signal may come inside a callback of the garbage collector, which drops it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("role", "owner", "name"), [
+    ("server", Sync, "complete"), ("worker", WorkerMachine, "_installed"),
+])  # fmt: skip
+def test_a_machine_that_loops_for_ever_is_stopped(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, role: str, owner: type, name: str
+) -> None:
+    """A damaged number can make a machine count for ever."""
+    path = next(path for path in recordings([recorded]) if path.name.startswith(role))
+    monkeypatch.setattr(owner, name, _for_ever)
     monkeypatch.setattr(replaying, "CALL_S", 0.1)
     with pytest.raises(RecordingError, match=r"has not ended after 0\.1 s of processor time: the recording is damaged"):
         replay(path)
 
 
-# The first signal may come inside a callback of the garbage collector, which drops it
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def _for_ever(self: WorkerMachine) -> list[Effect]:
-    while True:
-        pass
-
-
-def test_a_call_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A damaged number can make a machine count for ever."""
-    monkeypatch.setenv("RALLYPOINT_RECORD", str(tmp_path))
-    simulate(17, Sync())
-    path = next(path for path in recordings([tmp_path]) if path.name.startswith("worker"))
-    monkeypatch.setattr(WorkerMachine, "_installed", _for_ever)
-    monkeypatch.setattr(replaying, "CALL_S", 0.1)
-    with pytest.raises(RecordingError, match="has not ended after"):
-        replay(path)
-
-
-def test_a_story_has_only_what_concerned_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RALLYPOINT_RECORD", str(tmp_path))
-    simulate(17, Sync())
-    workers = [path for path in recordings([tmp_path]) if path.name.startswith("worker")]
+def test_a_story_has_only_what_concerned_the_shard(recorded: Path) -> None:
+    workers = [path for path in recordings([recorded]) if path.name.startswith("worker")]
     lines = [line for path in workers for line in story(told(path), 0)]
     assert any("Filled(shard=0" in line for line in lines)
     assert any("primary server" in line for line in lines)
     assert not any("shard=1" in line for line in lines)
 
 
-def test_a_number_that_is_no_shard_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_is_no_shard_is_not_taken_for_one(recorded: Path) -> None:
     """Servers tell each other measures of a step: step 0 is not shard 0."""
-    monkeypatch.setenv("RALLYPOINT_RECORD", str(tmp_path))
-    simulate(17, Sync())
-    servers = [path for path in recordings([tmp_path]) if path.name.startswith("server")]
+    servers = [path for path in recordings([recorded]) if path.name.startswith("server")]
     measures = [line for path in servers for line in story(told(path), 0) if " told(0, " in line]
     assert measures
     assert all("shard=0," in line for line in measures)

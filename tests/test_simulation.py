@@ -8,33 +8,21 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from rallypoint.coordinator import shell
-from rallypoint.core import sums as presum
-from rallypoint.core.cadence import Cadence
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.placing import assigner as trial
-from rallypoint.core.placing import view_change
-from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync, Verdict
-from rallypoint.core.shard.clip import Rule
+from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.shard.clip import StepVerdict as ClipVerdict
-from rallypoint.core.shard.effects import Effect, Publish
 from rallypoint.core.shard.events import Decide
-from rallypoint.core.shard.machine import ShardMachine
-from rallypoint.core.shard.pulls import Clocks
 from rallypoint.core.shard.server import Effect as ServerEffect
 from rallypoint.core.shard.server import ServerMachine
-from rallypoint.core.sums import Block, Forest, Presum, leaf
-from rallypoint.core.view import ViewNumber, assign_replicas
-from rallypoint.core.worker.aligned import WorkerMachine
-from rallypoint.core.worker.slots import Action, Compute, Install, Slot
-from rallypoint.core.worker.streaming import StreamMachine
+from rallypoint.core.view import ViewNumber
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import Fault
 from rallypoint.testing.simulation.plan import Plan, make_plan
@@ -43,7 +31,6 @@ from rallypoint.testing.simulation.run import Result, Simulation, SimulationFail
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.worker import SimulatedWorker
 from rallypoint.worker.exchange.links import ServerLink
-from support.failing import first_failure
 
 pytestmark = pytest.mark.timeout(600)  # plays take a minute of a core, which a busy machine may not have
 
@@ -83,11 +70,6 @@ def test_whatever_fails_the_run_ends_with_the_bytes_of_an_undisturbed_one(seeds:
     _play_seeds(seeds, Sync())
 
 
-def test_a_coordinator_that_comes_back_hears_again_who_holds_the_version_before_which_shards_move() -> None:
-    """It waited without an end: what the worker had said was told to one that knew of no such version."""
-    simulate(771653099)
-
-
 @pytest.mark.some("few-fragments:3")
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
 @pytest.mark.parametrize("seeds", [FEW, MORE, _fresh(len(OTHERS))], ids=["few", "more", "fresh"])
@@ -123,22 +105,6 @@ def test_a_seed_replays_exactly_under_every_policy(policy: Played) -> None:
     first, again = simulate(17, policy), simulate(17, policy)
     assert again == first
     assert simulate(18, policy).outcome.computed != first.outcome.computed
-
-
-@pytest.mark.parametrize(
-    ("policy", "seed"),
-    [
-        (Async(), 259262665),  # a server died between its answer and the contribution that had asked for it
-        (BoundedStaleness(1), 259519144),  # two coordinators in turn died before the job had begun
-        (AllReduce(), 333689123),  # all fell silent at once before a step was computed, and a server had left before
-        (AllReduce(), 9151),  # version 0 was lost before a step was computed, and could not be stored
-        (Async(), 335139026),  # another worker had finished the replica before a worker's own step of it was over
-        (Sync(quorum=2), 341150031),  # a link was lost while the first version was being installed
-        (Sync(), 297242018),  # a server slept through a roll-back, and was sent what nobody sees any more
-    ],
-)
-def test_what_one_seed_in_thousands_has_found_stays_mended(policy: Played, seed: int) -> None:
-    _play_seeds(range(seed, seed + 1), policy)
 
 
 @pytest.mark.some("17")
@@ -190,9 +156,7 @@ def test_a_failed_run_says_how_to_replay_it_and_what_had_happened(monkeypatch: p
 
 
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
-def test_the_line_that_replays_a_failed_run_names_its_policy(
-    policy: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_line_that_replays_a_failed_run_names_its_policy(policy: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedJob, "check_end", _nothing_is_right)
     line = f"python -m rallypoint.testing.simulation --policy {word_for(policy)} --seed 3\n"
     with pytest.raises(SimulationFailed, match=f"^{line}"):
@@ -207,165 +171,6 @@ def test_a_policy_without_a_word_is_replayed_by_a_call() -> None:
     policy = Async(scale_by_staleness=True)
     assert word_for(policy) is None
     assert replay_line(7, policy) == f"rallypoint.testing.simulation.run.simulate(7, {policy})"
-
-
-# ---- the simulation finds what it is made to find ----
-
-
-def _a_repeat_is_added(self: Forest, block: Block) -> bool:
-    """I2 broken: whether a block is covered already is not asked."""
-    return False
-
-
-def _merged_as_they_come(self: Forest, block: Block) -> tuple[Block, Block] | None:
-    """I3 broken: a block is added to whatever is to its left, or to its right, sibling or not."""
-    held = sorted(self._held.values())
-    for left, right in pairwise(held):
-        if block in (left, right) and left.stop == right.start:
-            del self._held[right.start]
-            self._held[left.start] = Block(left.start, right.stop)
-            return left, right
-    return None
-
-
-def _the_whole_run_is_one_block(own: Iterable[int], replicas: int) -> list[Block]:
-    """I3 broken: a worker adds up all that it has, whether it is a node of the tree or not."""
-    left = sorted(own)
-    return [Block(left[0], left[-1] + 1)] if left and left[-1] - left[0] == len(left) - 1 else [*map(leaf, left)]
-
-
-def _what_is_kept_is_never_dropped(self: Presum, shard: int) -> None:
-    """Half of a block stays with a worker that will never have the other half."""
-
-
-def _a_lost_link_loses_nothing(self: Presum, shard: int) -> None:
-    """What a dead server was sent counts as sent."""
-
-
-def _published_at_once(self: ShardMachine) -> list[Effect]:
-    """I4 broken: the backup is not waited for."""
-    if self.version == self.published:
-        return []
-    self.published = self.version
-    return [Publish(self.version)]
-
-
-def _one_replica_too_few(replicas: int, *args: Any) -> dict[str, tuple[int, ...]]:
-    """I1 broken."""
-    return assign_replicas(replicas - 1, *args)
-
-
-def _one_replica_too_many(replicas: int, *args: Any) -> dict[str, tuple[int, ...]]:
-    """I1 broken."""
-    return assign_replicas(replicas + 1, *args)
-
-
-@pytest.mark.some("rallypoint.core.placing.view_change-*")
-@pytest.mark.parametrize(("owner", "name", "bug"), [
-    (Forest, "covers", _a_repeat_is_added),
-    (Forest, "merge", _merged_as_they_come),
-    (presum, "blocks_of", _the_whole_run_is_one_block),
-    (Presum, "_prune", _what_is_kept_is_never_dropped),
-    (Presum, "lost", _a_lost_link_loses_nothing),
-    (ShardMachine, "_publish", _published_at_once),
-    (view_change, "assign_replicas", _one_replica_too_few),
-    (view_change, "assign_replicas", _one_replica_too_many),
-])  # fmt: skip
-def test_a_bug_planted_on_purpose_is_found(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Callable[..., Any]
-) -> None:
-    monkeypatch.setattr(owner, name, bug)
-    first_failure(Sync(), ENOUGH)
-
-
-def _a_bound_that_is_none(self: BoundedStaleness, shard: ShardMachine, clock: int) -> bool:
-    """The gate removed."""
-    return True
-
-
-def _a_bound_on_what_is_not_published(self: BoundedStaleness, shard: ShardMachine, clock: int) -> bool:
-    """The bound holds for what has been applied; but that is not what a follower gets to see."""
-    return clock <= shard.slowest + self.staleness
-
-
-def _a_clock_that_stands_still(self: Clocks, replica: int, version: int) -> None:
-    """A contribution is applied, and nobody remembers."""
-    if replica != 0:
-        self.steps[replica] += 1
-    self._versions[replica] = version
-
-
-def _a_clock_that_forgets_the_version(self: Clocks, replica: int, version: int) -> None:
-    """Who asks may get parameters without what it has just contributed."""
-    self.steps[replica] += 1
-
-
-def _every_arrival_is_added(self: Async, shard: ShardMachine, step: int, replica: int) -> Verdict:
-    """I2 broken."""
-    return Verdict.ADD if step <= shard.clock(replica) else Verdict.REJECT
-
-
-def _published_before_it_is_durable(self: ShardMachine) -> list[Effect]:
-    """I4 broken: answers before the backup has acknowledged."""
-    if self.version == self.published:
-        return []
-    self.published = self.version
-    return self.wants.serve(self)
-
-
-_forget = StreamMachine._forget
-
-
-def _wants_that_are_not_heard_again(self: StreamMachine, shards: Iterable[int]) -> None:
-    """What was wanted of a server that is gone is taken for heard: the rest is as it should be."""
-    shards = list(shards)
-    asked = [self._asked[shard] for shard in shards]
-    _forget(self, shards)
-    for shard, was in zip(shards, asked, strict=True):
-        self._asked[shard] = was
-
-
-def _the_quickest_answer_counts(self: StreamMachine) -> int:
-    """A replica goes on from the highest clock, not from the lowest."""
-    return max((answer for answer in self._answers if answer <= self.steps), default=self.steps)
-
-
-def _wants_that_nobody_serves(self: ShardMachine) -> list[Effect]:
-    """Only who asks at the right moment gets an answer."""
-    self.published = max(self.published, self.copies.durable(self.version))
-    return []
-
-
-_count = ShardMachine._count
-
-
-def _counted_twice(self: ShardMachine, *, skipped: bool) -> float:
-    self.tally.applied += not skipped
-    return _count(self, skipped=skipped)
-
-
-_SSP, _ASYNC = BoundedStaleness(1), Async()
-
-
-@pytest.mark.some("policy0-*", "policy2-*", "policy5-*")
-@pytest.mark.parametrize(("policy", "owner", "name", "bug", "sentence"), [
-    (_SSP, BoundedStaleness, "serve", _a_bound_that_is_none, "runs ahead of"),
-    (_SSP, BoundedStaleness, "serve", _a_bound_on_what_is_not_published, "runs ahead of"),
-    (_SSP, Clocks, "tick", _a_clock_that_stands_still, "are applied twice"),
-    (_ASYNC, Clocks, "tick", _a_clock_that_forgets_the_version, "runs ahead of"),
-    (_ASYNC, Async, "admit", _every_arrival_is_added, "are applied twice|in one sum"),
-    (_ASYNC, ShardMachine, "_publish", _published_before_it_is_durable, "publishes version"),
-    (_SSP, StreamMachine, "_forget", _wants_that_are_not_heard_again, "stuck after"),
-    (_ASYNC, StreamMachine, "_landed_clock", property(_the_quickest_answer_counts), "stuck after"),
-    (_SSP, ShardMachine, "_publish", _wants_that_nobody_serves, "stuck after|has forgotten"),
-    (_ASYNC, ShardMachine, "_count", _counted_twice, "Tally"),
-    (Sync(quorum=2), ShardMachine, "_count", _counted_twice, "Tally"),
-])  # fmt: skip
-def test_a_bug_in_streaming_planted_on_purpose_is_found(
-    monkeypatch: pytest.MonkeyPatch, policy: Played, owner: Any, name: str, bug: Any, sentence: str
-) -> None:
-    monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, first_failure(policy, ENOUGH))
 
 
 def _a_verdict_of_any_generation(self: ServerMachine, verdict: ClipVerdict) -> list[ServerEffect]:
@@ -407,28 +212,6 @@ def test_a_gradient_that_is_not_finite_ends_the_job_with_a_sentence_and_is_never
     _play_seeds(seeds, Play("poisoned", sync))
 
 
-def _what_is_not_finite_is_applied(self: Rule, step: int, measures: Any, generation: ViewNumber) -> ClipVerdict:
-    """Nobody looks."""
-    return ClipVerdict(step, 0.0, 1.0, generation=generation)
-
-
-def _a_refusal_said_once(self: ServerMachine) -> list[ServerEffect]:
-    """A coordinator that dies before it hears of it never does."""
-    return []
-
-
-@pytest.mark.some("Rule-*")
-@pytest.mark.parametrize(("owner", "name", "bug", "sentence"), [
-    (Rule, "verdict", _what_is_not_finite_is_applied, "is published, and is not finite"),
-    (ServerMachine, "report_again", _a_refusal_said_once, "stuck after"),
-])  # fmt: skip
-def test_a_gradient_that_nobody_stops_is_found(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Any, sentence: str
-) -> None:
-    monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, first_failure(Play("poisoned"), ENOUGH))
-
-
 def _one_server_heard_of_the_norm(seed: int, at: float) -> Simulation:
     """A primary is cut off from its shard's backup and dies; the third server has its norms, and repeats them late."""
     job = SimulatedJob(shards=6, replicas=6, steps=8, clip=1.0, sync=Sync(quorum=2), compute_s=0.1)
@@ -456,52 +239,6 @@ def test_servers_that_decide_a_step_differently_are_found(monkeypatch: pytest.Mo
     assert failures
     for failure in failures:
         assert re.search(r"step \d is scaled by [\d.]+ in shard \d on server\d, and by [\d.]+ in shard \d on", failure)
-
-
-_take = StreamMachine.take
-
-
-def _whatever_was_said_before_is_done(self: StreamMachine, action: Action | None) -> bool:
-    """Nobody asks again whether it still holds."""
-    match action:
-        case Install():
-            self._installing = True
-        case Compute(replica=replica):
-            self._computing, self.rewound = replica, False
-        case _:
-            return _take(self, action)
-    return True
-
-
-@pytest.mark.slow
-def test_a_worker_that_begins_with_what_is_out_of_date_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StreamMachine, "take", _whatever_was_said_before_is_done)
-    assert re.search("stuck after|missing|ready for no replica|unasked|step -1 of", first_failure(_SSP, ENOUGH[200:]))
-
-
-def _any_version_of_a_shard_will_do(self: WorkerMachine, shard: int, target: int) -> bool:
-    """What has landed is installed, whatever tick it is right for."""
-    return not self._changes(shard, target) or self._slots[shard] is Slot.LANDED
-
-
-def _the_end_is_nothing_special(self: Cadence, shard: int, tick: int) -> int:
-    """Some shards are not moved at the last tick."""
-    if tick < 0 or tick >= self.rounds or (turn := self._period(shard)) is None:
-        return tick
-    return tick + (turn.first - tick) % turn.every
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("owner", "name", "bug"), [
-    (WorkerMachine, "_in_place", _any_version_of_a_shard_will_do),
-    (Cadence, "next_due", _the_end_is_nothing_special),
-    (Forest, "covers", _a_repeat_is_added),
-])  # fmt: skip
-def test_a_bug_in_taking_turns_planted_on_purpose_is_found(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Any
-) -> None:
-    monkeypatch.setattr(owner, name, bug)
-    first_failure(TURNS[0], ENOUGH)
 
 
 # ---- plans for one thing each ----

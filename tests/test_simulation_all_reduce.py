@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
-from rallypoint.core.cluster.recovery import WorkersHoldState
 from rallypoint.core.policy import AllReduce
 from rallypoint.core.view import View
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import Fault
 from rallypoint.testing.simulation.worker import SimulatedWorker
-from support.failing import first_failure
-from test_simulation import ENOUGH, _computed, _plan, _play_all
+from test_simulation import _computed, _plan, _play_all
 
 JOB = SimulatedJob(replicas=3, steps=14, sync=AllReduce())
 
 
-def _whoever_comes_may_go_on(self: WorkersHoldState, *args: Any, **kwargs: Any) -> bool:
-    return False
-
-
-def _the_state_is_of_another_version(self: SimulatedWorker) -> None:
-    """What is brought is said to be one step further than it is."""
-    self.shell.holds += self.shell.holds > 0
-    _initialise(self)
-
-
-_initialise = SimulatedWorker._initialise
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("owner", "name", "bug"), [
-    (WorkersHoldState, "needs_new_generation", _whoever_comes_may_go_on),
-    (SimulatedWorker, "_initialise", _the_state_is_of_another_version),
-])  # fmt: skip
-def test_a_bug_planted_on_purpose_is_found(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Callable[..., Any]
-) -> None:
-    monkeypatch.setattr(owner, name, bug)
-    first_failure(AllReduce(), ENOUGH)
-
-
 @pytest.mark.slow
 def test_a_model_that_is_still_being_copied_when_all_begin_again_is_whole_all_the_same(
-    monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its worker may be the one that brings the state. The simulation looks at every model that is installed."""
     monkeypatch.setattr(SimulatedWorker, "install_s", 0.5)
@@ -84,15 +54,11 @@ def test_when_nothing_fails_every_replica_of_every_step_is_computed_once() -> No
 
 
 @pytest.mark.slow
-def test_losing_servers_rolls_nothing_back_as_long_as_a_worker_lives() -> None:
-    crashes = tuple(Fault(0.7 * at, "crash", "server", 0.5) for at in range(1, 8))
-    for result in _play_all(_plan(seed, JOB, 3, 2, *crashes, replication=1, snapshots=False) for seed in range(8)):
-        assert not any("going back" in said for said in result.outcome.said)
-
-
-@pytest.mark.slow
-def test_losing_one_worker_at_a_time_rolls_nothing_back() -> None:
-    crashes = tuple(Fault(1.5 * at, "crash", "worker", 0.3) for at in range(1, 5))
+@pytest.mark.parametrize(("role", "every", "times", "down"), [("server", 0.7, 7, 0.5), ("worker", 1.5, 4, 0.3)])
+def test_losing_servers_or_one_worker_at_a_time_rolls_nothing_back(
+    role: str, every: float, times: int, down: float
+) -> None:
+    crashes = tuple(Fault(every * at, "crash", role, down) for at in range(1, times + 1))
     for result in _play_all(_plan(seed, JOB, 3, 2, *crashes, snapshots=False) for seed in range(8)):
         assert not any("going back" in said for said in result.outcome.said)
 

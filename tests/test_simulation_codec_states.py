@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from rallypoint.codec.spec import TopK
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.layout import Shard
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.protocol import Hello, Pause, SnapshotWanted
-from rallypoint.core.worker.handover import CodecStateCustody, Paths
 from rallypoint.net.frames import Header
 from rallypoint.server.snapshots import StateRelay
 from rallypoint.store.record import ShardRecord
@@ -23,54 +18,15 @@ from rallypoint.testing.simulation.member import COORDINATOR, Given
 from rallypoint.testing.simulation.network import Fault, Node
 from rallypoint.testing.simulation.operating.resuming import LAUNCHER, RESUME
 from rallypoint.testing.simulation.plan import Plan, make_plan
-from rallypoint.testing.simulation.policies import Play, parse_policy, word_for
-from rallypoint.testing.simulation.run import Simulation, play, simulate
+from rallypoint.testing.simulation.policies import Play
+from rallypoint.testing.simulation.run import Simulation, play
 from rallypoint.testing.simulation.worker import SimulatedWorker
-from support.failing import first_failure
 
 FIXED = range(18)
 ENOUGH = range(150)  # seeds within which a planted bug has to be found
 OTHERS = tuple(
     Play("codec-state", mode) for mode in (Sync(quorum=2), BoundedStaleness(1), Async(), LocalSteps(2, fragments=2))
 )
-
-
-@pytest.mark.slow
-def test_codec_states_follow_replicas_and_are_restored_so_that_the_bytes_are_those_of_an_undisturbed_job() -> None:
-    """Two of three plans promise the bytes: workers leave as told and join, or servers die and the job rolls back."""
-    assert {make_plan(seed, Play("codec-state")).job.loses_states for seed in FIXED} == {True, False}
-    for seed in FIXED:
-        simulate(seed, Play("codec-state"))
-
-
-@pytest.mark.some("codec-state:quorum:2")
-@pytest.mark.parametrize("policy", OTHERS, ids=word_for)
-def test_where_codec_states_are_lost_none_is_used_twice_and_none_is_stale(policy: Play) -> None:
-    for seed in FIXED[:6]:
-        simulate(seed, policy)
-
-
-def test_a_worker_that_computes_a_replica_just_reassigned_does_not_keep_its_codec_states() -> None:
-    """It had not recalled them, so it never gave them back, and the replica's next worker waited for it for ever."""
-    simulate(137, Play("codec-state", BoundedStaleness(1)))
-
-
-@pytest.mark.parametrize("seed", [334281247, 334281655, 334281979])
-def test_a_worker_that_leaves_gives_the_codec_states_of_the_replica_that_it_was_about_to_compute(seed: int) -> None:
-    """The view that took the replica from it came between its choice and its first step: it went, and gave nothing."""
-    simulate(seed, Play("codec-state"))
-
-
-def test_a_worker_that_was_given_up_uses_no_codec_state_that_lacks_what_others_have_contributed_since() -> None:
-    """It was paused after step 2, another worker made step 3, and it went on with step 4 before it heard of that."""
-    simulate(334281942, Play("codec-state"))
-
-
-@pytest.mark.parametrize(("word", "seed"), [("resumed:codec-state", 1469), ("codec-state", 121)])
-def test_a_snapshot_for_which_a_worker_has_no_copy_of_a_codec_state_any_more_is_given_up(word: str, seed: int) -> None:
-    """A coordinator had died, and the next one asked for the same version again: servers were still at it, workers had
-    begun its step. It was stored without codec states, and whoever went on from it ended with other bytes."""
-    simulate(seed, parse_policy(word))
 
 
 def _often_told_to_go(seed: int) -> Plan:
@@ -194,37 +150,3 @@ def test_no_plan_that_promises_the_bytes_loses_a_codec_state() -> None:
         play(plan)
     assert 14 in plans
     assert [seed for seed, plan in plans.items() if plan.job.lost] == []
-
-
-def _nothing_is_given(self: CodecStateCustody, replicas: frozenset[int], paths: Paths) -> list[Any]:
-    """The worker lets go of replicas, and says nothing to the primaries."""
-    self._here &= replicas
-    return []
-
-
-def _a_roll_back_changes_nothing(self: CodecStateCustody) -> None:
-    """The encoder goes on with codec states of a stale generation."""
-
-
-def _nobody_waits(self: CodecStateCustody, replica: int) -> bool:
-    """A replica is computed before its codec states have come."""
-    return True
-
-
-def _no_copies(self: StateRelay, record: ShardRecord, place: Shard) -> bool:
-    """Snapshots contain no codec states."""
-    return False
-
-
-@pytest.mark.parametrize(("owner", "name", "bug", "sentence", "first"), [
-    (CodecStateCustody, "keep_only", _nothing_is_given, "stuck after|made from", 0),
-    (CodecStateCustody, "ready", _nobody_waits, "made from", 0),
-    (CodecStateCustody, "rolled_back", _a_roll_back_changes_nothing, "codec state of generation|state is ahead", 0),
-    (StateRelay, "awaited", _no_copies, "is stored with codec states", 0),
-], ids=["nothing is given", "nobody waits", "not rolled back", "not in snapshots"])  # fmt: skip
-@pytest.mark.some("[!n]*")
-def test_a_bug_in_codec_states_planted_on_purpose_is_found(
-    owner: Any, name: str, bug: Callable[..., Any], sentence: str, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, first_failure(Play("codec-state"), ENOUGH[first:]))

@@ -7,17 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from rallypoint.core.policy import AllReduce, Async, Sync
 from rallypoint.core.shard.effects import Apply
 from rallypoint.core.shard.server import Restore, ServerMachine
-from rallypoint.core.view import View
+from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.shell import LinkTable
 from rallypoint.server.held import HeldShard
+from rallypoint.server.member import Views
 from rallypoint.server.reducer import ShardEffects
+from rallypoint.testing.simulation import __main__ as program
+from rallypoint.testing.simulation.operating.story import CAUSES, explain
 from rallypoint.testing.simulation.plan import Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, parse_policy
-from rallypoint.testing.simulation.run import Simulation, SimulationFailed
+from rallypoint.testing.simulation.run import Simulation, SimulationFailed, play
 
 _apply, _to_end, _new_generation = ShardEffects._apply, LinkTable.to_end, ServerMachine._new_generation
 
@@ -76,3 +80,54 @@ def test_a_run_is_the_same_with_and_without_its_log(policy: Played) -> None:
     assert checked.run() == unchecked.run()
     assert {entry.what for entry in checked.world.history or ()} >= {"view", "holds", "sends", "hears", "accepts"}
     assert unchecked.world.history is None
+
+
+# ---- `--explain`: a seed's plan without the faults that do not matter, and what led to its failure ----
+
+
+def _of_any_generation(self: Views, number: ViewNumber) -> bool:
+    """What was sent before a roll-back is heard after it."""
+    return True
+
+
+def _first_failing(seeds: range) -> Plan:
+    for plan in map(make_plan, seeds):
+        try:
+            play(plan)
+        except SimulationFailed:
+            return plan
+    raise AssertionError("found in none")
+
+
+@pytest.mark.slow
+def test_the_story_of_a_planted_defect_names_the_fault_that_caused_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A roll-back needs a server's or everybody's death; nothing else matters here."""
+    monkeypatch.setattr(Views, "counts", _of_any_generation)
+    plan = _first_failing(range(200))
+    said = explain(plan)
+    at = said.index("what led to it:")
+    story = said[at + 1 :]
+    assert "the generation is" in said[0]
+    assert f"of {len(plan.faults)} faults" in said[1]
+    assert 0 < at - 3 < len(plan.faults), "some faults do not matter"
+    assert len(story) <= CAUSES
+    assert any("fault: " in line for line in story)
+    assert any("hears of" in line for line in story)
+    assert all(int(line.split()[0]) == number for number, line in enumerate(story, 1))
+
+
+def test_a_seed_that_passes_says_so_and_shows_its_faults() -> None:
+    plan = make_plan(17)
+    said = explain(plan)
+    assert said[0] == "all is well"
+    assert len(said) == 2 + len(plan.faults)
+
+
+def test_the_command_explains_a_seed() -> None:
+    import typer
+
+    app = typer.Typer()
+    app.command()(program.main)
+    result = CliRunner().invoke(app, ["--seed", "17", "--explain"])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("all is well")

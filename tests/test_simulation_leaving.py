@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +11,10 @@ import pytest
 
 from rallypoint.core.cluster import view_sequence
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Effect, Send
 from rallypoint.core.cluster.membership import Membership
-from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.placing.view_change import Copies
 from rallypoint.core.policy import AllReduce, BoundedStaleness, LocalSteps, Sync
-from rallypoint.core.protocol import Finished
 from rallypoint.testing.simulation import run
 from rallypoint.testing.simulation.coordinator import Disk, SimulatedCoordinator
 from rallypoint.testing.simulation.job import SimulatedJob
@@ -27,18 +23,12 @@ from rallypoint.testing.simulation.operating.copies import LOSS, WINDOWS
 from rallypoint.testing.simulation.plan import Plan, make_plan
 from rallypoint.testing.simulation.policies import Mode, word_for
 from rallypoint.testing.simulation.run import Simulation, SimulationFailed, play, simulate
-from support.failing import first_failure
 
 ENOUGH = [  # within which a planted bug has to be found
     seed for seed in range(300) if any(fault.kind == "resize" for fault in make_plan(seed).faults)
 ]
 RESIZED = [seed for seed in ENOUGH if seed < 60]
 POLICIES = (Sync(), Sync(quorum=2), BoundedStaleness(1), LocalSteps(2, fragments=2), AllReduce())
-
-
-def test_a_worker_that_leaves_does_so_also_if_the_next_view_gives_it_replicas() -> None:
-    """The view came when its main thread had been told to go, which then took the job for finished."""
-    simulate(5016, Sync(quorum=2))
 
 
 @pytest.mark.some("quorum:2")
@@ -63,36 +53,12 @@ def test_workers_and_servers_come_and_go_by_order_whatever_fails(policy: Mode) -
     assert len(sizes) > 5
 
 
-def _dismissed_at_once(self: Succession) -> list[Effect]:
-    """Who was told to go may, with what it holds."""
-    return [Send(server, Finished()) for server in self.course.members.servers if server in self.course.members.leaving]
-
-
-def _everybody_may_go(self: Succession) -> list[Effect]:
-    """Who holds nothing is sent home, whether or not it was told to go."""
-    view, members = self.course.view, self.course.members
-    held = set() if view is None else {*view.primary.values(), *view.backup.values()}
-    return [Send(server, Finished()) for server in members.servers if server not in held]
-
-
 _state = Course.state
 
 
 def _the_order_is_not_written_down(self: Course) -> Any:
     """The next coordinator goes by the size that the job began with."""
     return msgspec.structs.replace(_state(self), workers_max=self.terms.workers_max)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("owner", "name", "bug", "sentence"), [
-    (Succession, "dismiss", _dismissed_at_once, "is dismissed, and has shards"),
-    (Succession, "dismiss", _everybody_may_go, "is dismissed, and was not told to go"),
-], ids=["at once", "everybody"])  # fmt: skip
-def test_a_bug_planted_on_purpose_is_found(
-    owner: Any, name: str, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, first_failure(Sync(), ENOUGH))
 
 
 def _started_by_hand(

@@ -129,23 +129,22 @@ def test_a_job_that_works_in_one_mode_only_is_told_nothing(settings: dict[str, A
     assert mode(**settings) == ""
 
 
-def test_python_train_py_alone_on_processors_says_nothing_of_modes(capfd: pytest.CaptureFixture[str]) -> None:
+def train_alone(**options: Any) -> None:
     data = torch.utils.data.TensorDataset(torch.randn(8, 4))
     model = torch.nn.Linear(4, 1)
-    with EmbeddedJob() as job:
+    with EmbeddedJob(**options) as job:
         for micro in job.train(model, data, replicas=1, batch=4, steps=2, optimizer=SGD(lr=0.1)):
             with micro:
                 micro.backward(model(micro.batch[0]).sum())
+
+
+def test_python_train_py_alone_on_processors_says_nothing_of_modes(capfd: pytest.CaptureFixture[str]) -> None:
+    train_alone()
     assert "mode" not in "".join(capfd.readouterr())
 
 
 def test_what_is_said_of_the_mode_is_an_event_of_the_run_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A job on a GPU, of which only the sentence is played."""
     monkeypatch.setattr(session, "mode_said", lambda *of: "with servers, the mode is X")
-    data = torch.utils.data.TensorDataset(torch.randn(8, 4))
-    model = torch.nn.Linear(4, 1)
-    with EmbeddedJob(folder=str(tmp_path)) as job:
-        for micro in job.train(model, data, replicas=1, batch=4, steps=2, optimizer=SGD(lr=0.1)):
-            with micro:
-                micro.backward(model(micro.batch[0]).sum())
+    train_alone(folder=str(tmp_path))
     assert (tmp_path / "events.jsonl").read_text().count("with servers, the mode is X") == 1

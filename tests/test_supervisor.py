@@ -19,10 +19,20 @@ from rallypoint.launch.supervisor import (
 KILLED, WELL, ERROR = Exit(137, "SIGKILL"), Exit(0), Exit(1)
 
 
-def running(workers: int = 2, servers: int = 1, *, limits: RestartLimits | None = None) -> Supervisor:
-    """A run whose processes have all been started at time 0."""
-    supervisor = Supervisor({"worker": workers, "server": servers}, limits or RestartLimits())
+def again(name: str, pause: str = "") -> list[Warn]:
+    return [Warn(f"{name} was killed (SIGKILL): starting another{pause}")]
+
+
+def begun(workers: int = 1, *, limits: RestartLimits | None = None, **others: int) -> Supervisor:
+    """A run whose coordinator has been started at time 0."""
+    supervisor = Supervisor({"worker": workers, "server": 1, **others}, limits or RestartLimits())
     supervisor.begin(0.0)
+    return supervisor
+
+
+def running(workers: int = 2, servers: int = 1, *, limits: RestartLimits | None = None, **others: int) -> Supervisor:
+    """One whose processes have all been started at time 0."""
+    supervisor = begun(workers, server=servers, limits=limits, **others)
     supervisor.listening(0.0)
     supervisor.members(supervisor.running)
     return supervisor
@@ -39,7 +49,7 @@ def test_the_coordinator_is_started_first_and_the_others_once_it_listens() -> No
 
 def test_a_dead_worker_is_replaced_under_a_new_name() -> None:
     supervisor = running()
-    assert supervisor.ended("worker1", KILLED, 20.0) == [Warn("worker1 was killed (SIGKILL): starting another")]
+    assert supervisor.ended("worker1", KILLED, 20.0) == again("worker1")
     assert supervisor.due(20.0) == [StartProcess("worker2", "worker")]
     assert supervisor.due(20.0) == []
 
@@ -56,9 +66,8 @@ def test_status_75_means_another_one_only_from_a_process_that_has_asked_for_it()
 
 
 def test_a_coordinator_that_dies_before_it_listens_is_started_again_like_any_other() -> None:
-    supervisor = Supervisor({"worker": 1, "server": 1})
-    supervisor.begin(0.0)
-    assert supervisor.ended("coordinator", KILLED, 0.1) == [Warn("coordinator was killed (SIGKILL): starting another")]
+    supervisor = begun()
+    assert supervisor.ended("coordinator", KILLED, 0.1) == again("coordinator")
     assert supervisor.due(0.1) == [StartProcess("coordinator", "coordinator")]
     assert len(supervisor.listening(1.0)) == 2
 
@@ -80,8 +89,7 @@ def test_a_coordinator_that_cannot_be_started_in_the_place_of_another_is_tried_a
 
 
 def test_the_first_coordinator_that_cannot_be_started_fails_the_run() -> None:
-    supervisor = Supervisor({"worker": 1, "server": 1})
-    supervisor.begin(0.0)
+    supervisor = begun()
     supervisor.ended("coordinator", Exit(127, reason="no such program", started=False), 0.0)
     assert supervisor.due(10.0) == [Fail("coordinator could not be started: no such program")]
 
@@ -104,25 +112,18 @@ def test_the_pause_before_a_restart_is_said() -> None:
     for n in range(5):
         said += supervisor.ended(f"worker{n}", KILLED, 10.0 * n)
         supervisor.due(10.0 * n + 3.0)
-    killed = "was killed (SIGKILL): starting another"
-    assert said == [
-        Warn(f"worker0 {killed}"), Warn(f"worker1 {killed} in 0.2 s"), Warn(f"worker2 {killed} in 1 s"),
-        Warn(f"worker3 {killed} in 3 s"), Warn(f"worker4 {killed} in 3 s"),
-    ]  # fmt: skip
+    pauses = ("", " in 0.2 s", " in 1 s", " in 3 s", " in 3 s")
+    assert said == [warning for n, pause in enumerate(pauses) for warning in again(f"worker{n}", pause)]
 
 
 def test_many_that_die_at_once_have_died_once() -> None:
     """An OOM killer or a switch takes all of them: that is no reason to give up at the first time."""
     supervisor = running(workers=40)
     for n in range(40):
-        assert supervisor.ended(f"worker{n}", KILLED, 5.0) == [
-            Warn(f"worker{n} was killed (SIGKILL): starting another")
-        ]
+        assert supervisor.ended(f"worker{n}", KILLED, 5.0) == again(f"worker{n}")
     assert len(supervisor.due(5.0)) == 40
     for n in range(40, 80):
-        assert supervisor.ended(f"worker{n}", KILLED, 6.0) == [
-            Warn(f"worker{n} was killed (SIGKILL): starting another in 0.2 s")
-        ]
+        assert supervisor.ended(f"worker{n}", KILLED, 6.0) == again(f"worker{n}", " in 0.2 s")
     assert supervisor.due(6.1) == []
     assert len(supervisor.due(6.2)) == 40
 
@@ -130,15 +131,12 @@ def test_many_that_die_at_once_have_died_once() -> None:
 def test_a_death_after_a_long_life_is_no_quick_one() -> None:
     supervisor = running(workers=1, limits=RestartLimits(quick_deaths=1))
     for n in range(5):
-        assert supervisor.ended(f"worker{n}", KILLED, 100.0 * (n + 1)) == [
-            Warn(f"worker{n} was killed (SIGKILL): starting another")
-        ]
+        assert supervisor.ended(f"worker{n}", KILLED, 100.0 * (n + 1)) == again(f"worker{n}")
         assert supervisor.due(100.0 * (n + 1)) == [StartProcess(f"worker{n + 1}", "worker")]
 
 
 def test_a_coordinator_that_never_listens_fails_the_run() -> None:
-    supervisor = Supervisor({"worker": 1, "server": 1}, RestartLimits(listen_s=10.0))
-    supervisor.begin(0.0)
+    supervisor = begun(limits=RestartLimits(listen_s=10.0))
     assert supervisor.due(10.0) == []
     assert supervisor.due(10.1) == [Fail("the coordinator has not begun to listen within 10 s")]
 
@@ -151,8 +149,7 @@ def test_a_member_that_ends_in_an_error_fails_the_run_once_its_own_words_had_tim
 
 
 def test_a_script_that_fails_before_it_joins_fails_the_run_at_once() -> None:
-    supervisor = Supervisor({"worker": 2, "server": 1})
-    supervisor.begin(0.0)
+    supervisor = begun(workers=2)
     supervisor.listening(0.0)
     supervisor.ended("worker1", ERROR, 1.0)
     assert supervisor.due(1.5) == [Fail("worker1 ended with status 1")]
@@ -196,10 +193,7 @@ def test_a_server_that_dies_again_and_again_before_it_joins_does_not_end_a_job_t
 
 
 def test_an_aggregator_that_fails_does_not_end_the_job_which_does_not_need_it() -> None:
-    supervisor = Supervisor({"worker": 2, "server": 1, "aggregator": 1}, RestartLimits(quick_deaths=1))
-    supervisor.begin(0.0)
-    supervisor.listening(0.0)
-    supervisor.members(supervisor.running)
+    supervisor = running(limits=RestartLimits(quick_deaths=1), aggregator=1)
     assert supervisor.ended("aggregator0", ERROR, 20.0) == [
         Warn("aggregator0 ended with status 1; the job goes on without it; others are tried now and then")
     ]
@@ -301,8 +295,8 @@ def test_while_the_coordinator_ends_the_job_itself_a_failure_waits_and_what_dies
     supervisor = running()
     holding(supervisor, 20.0)
     assert supervisor.due(21.0) == []
-    assert supervisor.ended("server0", KILLED, 21.0) == [Warn("server0 was killed (SIGKILL): starting another")]
-    assert supervisor.ended("coordinator", KILLED, 21.0) == [Warn("coordinator was killed (SIGKILL): starting another")]
+    assert supervisor.ended("server0", KILLED, 21.0) == again("server0")
+    assert supervisor.ended("coordinator", KILLED, 21.0) == again("coordinator")
     assert supervisor.due(21.0) == [StartProcess("server1", "server"), StartProcess("coordinator", "coordinator")]
     assert supervisor.due(22.0) == []
 

@@ -239,12 +239,13 @@ def undisturbed_run(cluster: AnyCluster) -> Iterator[AnyCluster]:
         cluster.close()
 
 
-def cluster_of(make: Callable[[Path], Cluster]) -> Any:
-    """The fixture `cluster` of a module: one for each test."""
+def cluster_of(make: Callable[[Path], Cluster], folder: str = "") -> Any:
+    """The fixture `cluster` of a module: one for each test, in this folder of it."""
 
     @pytest.fixture
     def cluster(tmp_path: Path) -> Iterator[Cluster]:
-        cluster = make(tmp_path)
+        (place := tmp_path / folder).mkdir(exist_ok=True)
+        cluster = make(place)
         yield cluster
         cluster.close()
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from test_survival import Cluster
+from test_survival import Cluster, cluster_of
 
 pytestmark = pytest.mark.programs
 
@@ -70,22 +69,7 @@ class ExampleCluster(Cluster):
         return {int(path.read_text()) for path in self.home.glob("version-*")}
 
 
-@pytest.fixture
-def undisturbed(tmp_path: Path) -> Iterator[ExampleCluster]:
-    (tmp_path / "undisturbed").mkdir()
-    cluster = ExampleCluster(tmp_path / "undisturbed")
-    yield cluster
-    cluster.close()
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[ExampleCluster]:
-    (tmp_path / "disturbed").mkdir()
-    cluster = ExampleCluster(tmp_path / "disturbed")
-    yield cluster
-    cluster.close()
-
-
+undisturbed, cluster = cluster_of(ExampleCluster, "undisturbed"), cluster_of(ExampleCluster, "disturbed")
 THREE = ("--workers", "3", "--servers", "2", "--replication", "2")
 
 

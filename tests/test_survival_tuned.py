@@ -9,20 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from test_survival import SCRIPT, STEPS, Cluster
+from test_survival import SCRIPT, STEPS, Cluster, cluster_of
 
 pytestmark = [pytest.mark.programs, pytest.mark.timeout(600)]
 
 MANY = 360  # steps: trials begin with about the 25th, those of a pace with about the 110th; each death begins one anew
 LONG = SCRIPT.replace(f"steps={STEPS}", f"steps={MANY}")
 
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    (tmp_path / "tuned").mkdir()
-    cluster = Cluster(tmp_path / "tuned")
-    yield cluster
-    cluster.close()
+cluster = cluster_of(Cluster, "tuned")
 
 
 def another_trial(cluster: Cluster, steps: Iterator[int], knob: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.core.plan.topology import HostFacts, Topology
+from rallypoint.core.view import Member
 from rallypoint.errors import ConfigError
 from rallypoint.launch.options import RunOptions, read_topology
 from rallypoint.launch.plan import terms_of
@@ -47,3 +48,21 @@ def test_the_coordinator_gets_what_the_options_say(tmp_path: Path) -> None:
     plan = RunOptions(topology=path, measure_links=True).plan(["train.py"], folder=str(tmp_path))
     assert terms_of(plan).topology == Topology({"node1": HostFacts("a")})
     assert terms_of(plan).measure_links is True
+
+
+# ---- a host that nobody is on ----
+
+
+MEMBERS = Member("worker0", "node1"), Member("server0", "node2", "10.0.0.7:4711")
+
+
+def test_a_misspelt_host_is_said_with_the_name_that_is_meant() -> None:
+    topology = Topology({"node1": HostFacts("a"), "10.0.0.7": HostFacts("b"), "noed2": HostFacts("b")})
+    assert topology.nowhere(MEMBERS) == [
+        "the topology tells of noed2, and no worker or server is on it: did you mean node2?"
+    ]
+
+
+def test_nothing_is_said_of_hosts_by_name_or_address_that_somebody_is_on() -> None:
+    assert Topology({"node1": HostFacts("a"), "10.0.0.7": HostFacts("b")}).nowhere(MEMBERS) == []
+    assert Topology().nowhere(MEMBERS) == []

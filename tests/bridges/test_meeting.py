@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rallypoint.bridges import joining
+from rallypoint.bridges.c10d import FutureWork, RallypointGroup
 from rallypoint.errors import JobAborted, UsageError
 from rallypoint.launch import environment
 from rallypoint.worker.collective import PendingSum, Sums
@@ -127,3 +132,121 @@ def test_a_script_that_ends_by_itself_is_left_alone(
 ) -> None:
     assert _broken(True, monkeypatch) == ([], [])
     assert capsys.readouterr().err == ""
+
+
+# ---- The c10d backend in one process: who waits for a sum hears of its error; nothing is left to torch's class ----
+
+
+def _future() -> torch.futures.Future[list[torch.Tensor]]:
+    return torch.futures.Future()
+
+
+def test_waiting_for_a_sum_that_failed_raises_its_sentence() -> None:
+    future = _future()
+    work = FutureWork(future)
+    assert not work.is_completed()
+    future.set_exception(RuntimeError("worker1 is gone"))
+    with pytest.raises(RuntimeError, match="worker1 is gone"):
+        work.wait()
+    assert work.is_completed()
+    assert not work.is_success()
+
+
+def test_a_sum_that_is_there_is_given_also_through_its_future() -> None:
+    future, result = _future(), [torch.ones(2)]
+    work = FutureWork(future)
+    future.set_result(result)
+    assert work.wait()
+    assert work.is_success()
+    assert work.get_future() is future
+    assert torch.equal(work.result()[0], result[0])
+
+
+def test_ddp_raises_the_sentence_of_a_sum_that_failed_and_does_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reducer is in C++, and looks at the future itself."""
+    broken = JobAborted("worker1 is gone, and this script's world is fixed")
+    made = _NoSums(broken)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    group = RallypointGroup(cast(Sums, made), dist.HashStore(), 0, 1, timedelta(seconds=10))
+    model = torch.nn.Linear(2, 2)
+    reducer = dist.Reducer(
+        list(model.parameters()), [[0, 1]], [1 << 20], group, [False, False], 1 << 20, False, False, {}, 1 << 20, 0
+    )  # type: ignore[attr-defined]
+    reducer.prepare_for_forward()
+    reducer.prepare_for_backward([])
+    with pytest.raises(RuntimeError, match="worker1 is gone, and this script's world is fixed"):
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(JobAborted, match="worker1 is gone"):
+        group.allreduce([torch.ones(2)]).wait()
+    group.shutdown()
+
+
+# Methods of a group that move nothing between ranks: what it is called, which backends it has.
+MOVES_NOTHING = {
+    "boxed", "unbox", "rank", "size", "name", "get_group_store", "_id", "_backend_id", "_get_backend",
+    "_get_backend_name", "_has_hooks", "_register_backend", "_set_default_backend", "_set_group_desc",
+    "_set_group_name", "_pybind11_conduit_v1_",
+}  # fmt: skip
+
+
+def test_no_method_of_a_group_is_left_to_torch_s_class() -> None:
+    """torch would call it while it holds Python's lock, for which Gloo's threads may wait."""
+    methods = {name for name in set(dir(dist.ProcessGroup)) - set(dir(object)) if _is_method(name)}
+    assert {"broadcast", "barrier", "recv_anysource", "_allgather_base", "allgather_into_tensor_coalesced"} <= methods
+    assert methods - set(vars(RallypointGroup)) <= MOVES_NOTHING
+
+
+def _is_method(name: str) -> bool:
+    one = getattr(dist.ProcessGroup, name)
+    return callable(one) and not isinstance(one, type)
+
+
+def test_what_torch_calls_from_c_plus_plus_reaches_gloo_by_the_group_s_own_method() -> None:
+    group = _alone()
+    calls: list[str] = []
+    group._plain = _Noting(group._plain, calls)
+    values = torch.ones(3)
+    dist._broadcast_coalesced(group, [values], 100, 0)  # type: ignore[attr-defined]
+    group.barrier().wait()
+    dist.ProcessGroup.broadcast(group, values, 0).wait()
+    assert calls == ["broadcast", "barrier", "broadcast"]
+    group.shutdown()
+
+
+class _Noting:
+    """A group that notes which of its methods are called."""
+
+    def __init__(self, group: Any, calls: list[str]) -> None:
+        self._group, self._calls = group, calls
+
+    def __getattr__(self, name: str) -> Any:
+        self._calls.append(name)
+        return getattr(self._group, name)
+
+
+class _NoSums:
+    """Sums of one worker, each of which fails with `error`."""
+
+    told = Sums.told
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.world, self.failed, self.reducer = 1, None, self
+        self._error = error
+
+    def sum(self, *_: Any) -> PendingSum:
+        one = PendingSum()
+        one.ended(self._error)
+        return one
+
+
+def _alone() -> RallypointGroup:
+    return RallypointGroup(cast(Sums, _NoSums()), dist.HashStore(), 0, 1, timedelta(seconds=10))
+
+
+def test_a_model_with_the_hook_can_be_saved_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hook's state is the process's sums, which no other process can have."""
+    made = Sums.__new__(Sums)
+    made.lock = threading.Lock()  # type: ignore[attr-defined]  # as the real one's threads and links: not to be copied
+    monkeypatch.setattr(joining, "_joined", [made])
+    assert copy.deepcopy({"state": made})["state"] is made
+    assert pickle.loads(pickle.dumps(made)) is made

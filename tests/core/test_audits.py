@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
+from test_core_cluster import RECORD, _begun, _Job, _of, _terms
 
-from rallypoint.config import audits_of, resolve
-from rallypoint.core.audits import Audits, computing
+from rallypoint.config import JobConfig, audits_of, record_of, resolve
+from rallypoint.core.audits import Audits, alike, computing
+from rallypoint.core.cluster.auditing import unlike
+from rallypoint.core.cluster.effects import Abort, PublishView
+from rallypoint.core.cluster.events import From, Joined
+from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import Sync
+from rallypoint.core.protocol import AuditFound, Propose, Say
 from rallypoint.core.shard.audited import AuditedShard
 from rallypoint.core.shard.effects import Accepted, Apply, Disputed, Drop, Take
 from rallypoint.core.shard.events import Assigned, Contribute, Initialise
-from rallypoint.core.sums import Part, Presum, leaf
+from rallypoint.core.sums import DIGEST_BYTES, Part, Presum, leaf, leaf_digest
 from rallypoint.core.view import Assignment, Dispute, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.errors import ConfigError
@@ -249,3 +259,149 @@ def test_a_dispute_travels_in_the_view() -> None:
     view = view_of(FOUR, Dispute(7, 0, ("a", "b"), "c"))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(view), type=View) == view
     assert computing(view, 3) == ["a", "b", "c"]
+
+
+# ---- What the coordinator makes of servers' findings about contributions (`audit=`) ----
+
+
+AUDITED = msgspec.structs.replace(RECORD, config={**RECORD.config, "audit": {"share": 1.0}})
+
+
+def begun(workers: int = 4, **terms: Any) -> _Job:
+    return _begun(_terms(workers=workers, **terms), ["s0", "s1", *(f"w{i}" for i in range(workers))], AUDITED)
+
+
+def found(job: _Job, step: int, *others: str, server: str = "s0", shard: int = -1, agreed: tuple[str, ...] = ()) -> Any:
+    shard = shard if shard >= 0 else job.view.shards_of(server)[0]
+    return job.play(From(server, AuditFound(step, 0, shard, agreed, others, job.view.generation)))
+
+
+def test_a_server_tells_a_dispute_by_a_shard_that_has_moved_meanwhile() -> None:
+    job = begun()
+    job.step(0)
+    found(job, 1, "w0", "w1", server="s0", shard=job.view.shards_of("s1")[0])
+    (dispute,) = job.view.orders.disputes
+    assert dispute.third in ("w2", "w3"), "it has other shards that wait, of which it says nothing"
+    job = begun()
+    assert found(job, 1, "w0", "w1", server="s9", shard=0) == [], "a server without any shard"
+
+
+def test_no_view_says_that_nobody_decides_while_somebody_can() -> None:
+    job = begun()
+    told = AuditFound(1, 0, job.view.shards_of("s0")[0], (), ("w0", "w1"), job.view.generation)
+    views = [p.view for p in _of(PublishView, job.machine._auditing.handle("s0", told, lambda *_: []))]
+    assert [[d.third != "" for d in view.orders.disputes] for view in views] == [[True]]
+
+
+def test_a_server_that_lies_about_far_steps_fills_no_view() -> None:
+    job = begun()
+    for step in range(19, 0, -1):
+        found(job, step, "w0", "w1")
+    assert {d.step for d in job.view.orders.disputes} == {1, 2, 3, 4}
+    assert found(job, 20, "w0", "w1") == found(job, 1 << 40, "w0", "w1") == [], "the job has 20 steps"
+    for n in range(99):
+        found(job, 1, f"x{n}", f"y{n}")
+    assert max(len(d.heard) for d in job.view.orders.disputes) <= 8
+
+
+def test_a_verdict_needs_two_who_agree() -> None:
+    job = begun()
+    for agreed in (("w0",), ("w0", "w0"), ("w0", "w1")):
+        found(job, 0, "w1", agreed=agreed)
+        assert "w1" in job.machine.course.members.workers
+    effects = found(job, 0, "w1", agreed=("w0", "w2"))
+    assert "w0 on host-of-w0 and w2 on host-of-w2 agree" in " ".join(say.text for say in _of(Say, effects))
+    assert "w1" not in job.machine.course.members.workers
+
+
+def test_of_three_workers_each_server_may_hear_two_others_before_the_third() -> None:
+    job = begun(3)
+    job.step(0)
+    effects = [*found(job, 1, "w0", "w1", server="s0"), *found(job, 1, "w1", "w2", server="s1")]
+    assert _of(Abort, effects) == [], "both will hear the third one too"
+    effects = [*found(job, 1, "w1", server="s0", agreed=("w0", "w2"))]
+    assert "w1" not in job.machine.course.members.workers
+    assert _of(Abort, effects) == []
+
+
+# ---- Which workers can audit each other: those whose probes gave the same bytes ----
+
+
+ONE, OTHER = b"1" * 16, b"2" * 16
+NUMBER = ViewNumber(1, 1)
+
+
+def worker(id: str, kernels: bytes) -> Member:
+    return Member(id, f"host-of-{id}", kernels=kernels)
+
+
+def test_workers_audit_each_other_if_their_probes_gave_the_same_bytes() -> None:
+    workers = (worker("w0", ONE), worker("w1", ONE), worker("w2", OTHER), worker("w3", b""), worker("w4", b""))
+    view = View(NUMBER, NUMBER, workers, (), (), {})
+    assert alike(view, "w0") == alike(view, "w1") == {"w0", "w1"}
+    assert alike(view, "w2") == {"w2"}
+    assert alike(view, "w3") == {"w3", "w4"}, "where nobody has a probe, all count as alike"
+
+
+def test_the_first_worker_of_a_kind_is_named_and_no_other() -> None:
+    like, others = worker("w1", ONE), [worker("w0", ONE)]
+    assert unlike(like, others) == ""
+    assert unlike(worker("w0", ONE), []) == ""
+    assert unlike(worker("w1", b""), others) == ""
+    sentence = unlike(worker("w2", OTHER), [*others, like])
+    assert "w2 on host-of-w2 computes other bytes than w0 on host-of-w0, w1 on host-of-w1" in sentence
+    assert unlike(worker("w3", OTHER), [*others, like, worker("w2", OTHER)]) == "", "it is known already"
+    many = [worker(f"w{n}", ONE) for n in range(1000)]
+    assert "and 996 more" in unlike(worker("x", OTHER), many)
+
+
+def test_the_coordinator_puts_probes_into_the_view_and_says_who_is_unlike() -> None:
+    config = JobConfig(replicas=3)
+    record = record_of(config, build_layout([TensorSpec("w", (8, 8), "float32", 0)], 64), {})
+    machine = ClusterMachine(Terms(workers_start=3, workers_max=3, servers=1, replication=1))
+    machine.handle(Joined(Member("s0", "here", "h:1"), "server"))
+    effects = []
+    for id, kernels in (("w0", ONE), ("w1", OTHER), ("w2", OTHER)):
+        machine.handle(Joined(Member(id, "here"), "worker"))
+        effects += machine.handle(From(id, Propose(record, kernels)))
+        effects += machine.handle(From(id, Propose(record, kernels)))  # again, after a lost connection
+    said = [effect.text for effect in effects if isinstance(effect, Say)]
+    assert [text for text in said if "other bytes" in text] == [text for text in said if text.startswith("w1 on here")]
+    assert len([text for text in said if "other bytes" in text]) == 1
+    view = next(effect.view for effect in effects if isinstance(effect, PublishView))
+    assert alike(view, "w1") == {"w1", "w2"}
+    assert alike(view, "w0") == {"w0"}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(view), type=View) == view
+
+
+# ---- Digests of contributions are the same everywhere, and notice a single bit ----
+
+
+LEAF = struct.pack("<5f", 0.0, 1.0, -2.5, 1e-30, float("inf"))
+
+
+def test_a_digest_has_known_bytes() -> None:
+    """They are compared between machines and kept with runs: another digest would be another format."""
+    assert leaf_digest(LEAF).hex() == "a6a5f33c8d93ca17271bade19cd67351"
+    assert len(leaf_digest(LEAF)) == DIGEST_BYTES
+
+
+def test_the_digest_is_that_of_the_bytes_however_they_come() -> None:
+    words = memoryview(LEAF).cast("f")
+    assert leaf_digest(words) == leaf_digest(memoryview(LEAF)) == leaf_digest(bytearray(LEAF)) == leaf_digest(LEAF)
+
+
+@pytest.mark.parametrize("bit", [0, 31, 77, 8 * len(LEAF) - 1])
+def test_one_flipped_bit_is_another_digest(bit: int) -> None:
+    flipped = bytearray(LEAF)
+    flipped[bit // 8] ^= 1 << bit % 8
+    assert leaf_digest(flipped) != leaf_digest(LEAF)
+
+
+def test_zero_and_minus_zero_are_other_bytes() -> None:
+    assert leaf_digest(struct.pack("<f", 0.0)) != leaf_digest(struct.pack("<f", -0.0))
+
+
+def test_half_a_word_is_no_leaf() -> None:
+    with pytest.raises(ValueError, match="21 bytes"):
+        leaf_digest(LEAF + b"x")

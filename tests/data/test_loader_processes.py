@@ -9,8 +9,7 @@ import os
 import random
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from multiprocessing.connection import Connection, wait
@@ -30,6 +29,7 @@ from rallypoint.data.processes import LoaderProcesses, _is_dead, leave_connectio
 from rallypoint.data.spec import Loader
 from rallypoint.errors import DataError
 from rallypoint.launch.embedded import EmbeddedJob
+from support.beside import until
 
 CPU = torch.device("cpu")
 CONFIG = JobConfig(replicas=4, batch=4, accumulate=2, steps=6)
@@ -285,13 +285,6 @@ def test_paused_processes_end_with_the_job(loading: Any, monkeypatch: pytest.Mon
     finally:
         for child in begun:
             child.kill()
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_an_error_in_a_process_is_the_loops_with_its_traceback(loading: Any) -> None:

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import rallypoint as rp
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.store.export import export_snapshot
 from rallypoint.testing.processes import ProcessCluster
+from rallypoint.worker.tensors import weights_hash
 
-sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import mode_jobs.py by name
+sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import the jobs by name
 
+from carry_jobs import Net, plain_hash, train_carrying
+from delay_jobs import reference, train_beside_a_late_worker
 from mode_jobs import (
     COUNTED_REPLICAS,
     COUNTED_STEPS,
@@ -99,3 +104,73 @@ def test_a_worker_given_up_just_before_the_end_still_comes_to_the_last_version()
     with ProcessCluster(workers=2, servers=1, terms=terms) as cluster:
         first, second = cluster.run(train_asleep_at_the_end, 7.2)
     assert first == second
+
+
+# ---- state that replicas carry: the bytes of plain truncated back-propagation through time ----
+
+
+_plain_hash = cache(plain_hash)
+
+
+def test_what_is_carried_changes_the_bytes_of_plain_pytorch() -> None:
+    """Else the tests below would hold for a job that carries nothing."""
+    assert _plain_hash(4) != plain_hash(4, clear=True)
+
+
+@pytest.mark.some("4-2-2")
+@pytest.mark.parametrize(("replicas", "workers", "servers"), [(1, 1, 1), (4, 2, 2), (5, 3, 1), (4, 4, 3)])
+def test_truncated_back_propagation_has_the_bytes_of_plain_pytorch(replicas: int, workers: int, servers: int) -> None:
+    with ProcessCluster(workers=workers, servers=servers) as cluster:
+        assert cluster.run(train_carrying, replicas) == [_plain_hash(replicas)] * workers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [
+    {"network.overlap": False}, {"network.presum_bytes": 0}, {"nonfinite": "skip"}, {"network.window": 1},
+    {"network.shard_bytes": 64},
+    {"sync": {"type": "all-reduce"}}, {"audit.share": 0.5},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
+def test_no_setting_of_the_way_changes_a_byte(changes: dict[str, object]) -> None:
+    with ProcessCluster(workers=2, servers=2) as cluster:
+        assert cluster.run(train_carrying, 4, changes) == [_plain_hash(4)] * 2
+
+
+def test_an_export_has_the_model_and_not_what_replicas_carry(tmp_path: Path) -> None:
+    terms = Terms(workers_start=1, workers_max=1, servers=1, heartbeat=60.0, snapshots=True, snapshot_steps=4)
+    with ProcessCluster(workers=1, servers=1, terms=terms, folder=str(tmp_path)) as cluster:
+        (found,) = cluster.run(train_carrying, 4)
+        cluster.started[0].process.join(60.0)  # the coordinator: the last snapshot is stored
+    export_snapshot(str(tmp_path / "snapshots"), tmp_path / "model.safetensors")
+    model = Net()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert weights_hash(model) == found == _plain_hash(4)
+
+
+# ---- with a delay a worker computes while its exchange is under way: as far as that goes ----
+
+
+_reference = cache(reference)
+
+
+def _cluster(servers: int) -> ProcessCluster:
+    """In which nobody is given up: a replica of the late worker's must not come to the other one."""
+    terms = Terms(workers_start=2, workers_max=2, servers=servers, heartbeat=120.0)
+    return ProcessCluster(workers=2, servers=servers, terms=terms)
+
+
+def test_a_worker_goes_on_while_another_is_late_by_as_many_steps_as_the_delay(tmp_path: Path) -> None:
+    with _cluster(servers=2) as cluster:
+        results = cluster.run(train_beside_a_late_worker, str(tmp_path), False)
+    assert [hash for hash, _, _ in results] == [_reference()] * 2
+    assert not any(too_far for _, _, too_far in results)
+    made = [made for _, made, _ in results]
+    assert sorted(made) == [[(replica, step) for step in range(12)] for replica in range(2)], "nothing is made twice"
+
+
+def test_a_replica_that_has_gone_ahead_contributes_the_same_again_to_the_round_before(tmp_path: Path) -> None:
+    with _cluster(servers=1) as cluster:
+        results = cluster.run(train_beside_a_late_worker, str(tmp_path), True)
+    assert [hash for hash, _, _ in results] == [_reference()] * 2
+    made = sorted(made for _, made, _ in results)
+    assert made[0] == [(0, step) for step in (*range(10), *range(4, 12))]
+    assert made[1] == [(1, step) for step in range(12)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from rallypoint.errors import UsageError
 from rallypoint.launch.engines import supervision
 from rallypoint.launch.engines.discovery import Place, place_of_mpirun, place_of_torchrun, servers_here, servers_in_all
 from rallypoint.launch.engines.supervision import Upkeep, again, coordinator_arguments
+from rallypoint.launch.folder import refuse_unwritable_snapshots
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -166,3 +168,23 @@ def test_what_dies_is_started_again_less_and_less_often_and_not_for_ever() -> No
     assert upkeep.died("server", 1.0) == 0.0
     upkeep = Upkeep(quick_deaths=5)
     assert [upkeep.died("worker", 60.0) for _ in range(20)] == [0.0] * 20
+
+
+# ---- A place for snapshots that cannot be used is refused before anything starts ----
+
+
+def test_a_place_where_no_snapshot_can_be_written_is_refused_and_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot be written to .*/file/deep: Not a directory; choose another"):
+        refuse_unwritable_snapshots(str(tmp_path / "file" / "deep"))
+
+
+@pytest.mark.parametrize("place", ["", "new/deep"])
+def test_a_place_where_snapshots_can_be_written_is_left_as_it_is(tmp_path: Path, place: str) -> None:
+    refuse_unwritable_snapshots(str(tmp_path / place))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("elsewhere", ["", "memory://nobody/asks"])
+def test_no_snapshots_and_those_of_other_filesystems_are_not_tried(elsewhere: str) -> None:
+    refuse_unwritable_snapshots(elsewhere)

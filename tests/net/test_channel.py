@@ -13,7 +13,7 @@ import pytest
 from rallypoint.core.protocol import Admitted, Done, Message, NewView, Refused, Say, decode, encode, expect
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import CorruptFrame, LinkError, ProtocolError
-from rallypoint.net.channel import SEALED_BYTES, Backlog, Channel, Sealer
+from rallypoint.net.channel import SEALED_BYTES, Backlog, Channel, Rank, Sealer
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import dialers_keys, token_keys
 from rallypoint.net.transport import FIRST_PIECE, PLAIN, InprocTransport
@@ -41,6 +41,16 @@ class Stuck:
             raise LinkError("broken")
         self.sent.append(int.from_bytes(head[16:20], "little"))
 
+    def begins(self, channel: Channel, rank: Rank = ()) -> None:
+        """Frame 0 is under way: nothing overtakes it."""
+        channel.send(frame(0), rank=rank)
+        assert self.entered.acquire(timeout=PATIENCE_S)
+
+    def goes(self, channel: Channel, frames: int) -> None:
+        for _ in range(frames):
+            self.release.release()
+        assert channel.flush(PATIENCE_S)
+
     def recv_into(self, view: memoryview) -> None:
         raise LinkError("nothing comes")
 
@@ -51,6 +61,11 @@ class Stuck:
         self.broken = True
         for _ in range(100):
             self.release.release()
+
+
+def stuck_channel() -> tuple[Stuck, Channel]:
+    stuck = Stuck()
+    return stuck, Channel(stuck, "x", KEYS)
 
 
 class Heard:
@@ -126,47 +141,36 @@ def test_messages_arrive(pair: tuple[Channel, Channel]) -> None:
 
 
 def test_urgent_frames_overtake_bulk_ones() -> None:
-    stuck = Stuck()
-    channel = Channel(stuck, "x", KEYS)
-    channel.send(frame(0))
-    assert stuck.entered.acquire(timeout=PATIENCE_S)  # frame 0 is under way: nothing overtakes it
+    stuck, channel = stuck_channel()
+    stuck.begins(channel)
     for number in (1, 2):
         channel.send(frame(number))
     for number in (10, 11):
         channel.send(frame(number), urgent=True)
-    for _ in range(5):
-        stuck.release.release()
-    assert channel.flush(PATIENCE_S)
+    stuck.goes(channel, 5)
     assert stuck.sent == [0, 10, 11, 1, 2]
     channel.close()
 
 
 def test_frames_of_a_lower_rank_overtake_those_of_a_higher_one() -> None:
-    stuck = Stuck()
-    channel = Channel(stuck, "x", KEYS)
-    channel.send(frame(0), rank=(9,))
-    assert stuck.entered.acquire(timeout=PATIENCE_S)
+    stuck, channel = stuck_channel()
+    stuck.begins(channel, rank=(9,))
     for number, rank in ((1, (3, 2)), (2, (3, 1)), (3, (3, 1)), (4, ()), (5, (2, 9))):
         channel.send(frame(number), rank=rank)
     channel.send(frame(6), place="a", rank=(3, 0))
     channel.send(frame(7), place="a", rank=(9, 9))  # in its stead
-    for _ in range(8):
-        stuck.release.release()
-    assert channel.flush(PATIENCE_S)
+    stuck.goes(channel, 8)
     assert stuck.sent == [0, 4, 5, 7, 2, 3, 1]
     channel.close()
 
 
 def test_sent_is_called_once_for_each_frame_in_order() -> None:
-    stuck = Stuck()
-    channel = Channel(stuck, "x", KEYS)
+    stuck, channel = stuck_channel()
     called: list[int] = []
     for number in range(5):
         channel.send(frame(number), sent=lambda number=number: called.append(number))  # type: ignore[misc]
     assert called == []
-    for _ in range(5):
-        stuck.release.release()
-    assert channel.flush(PATIENCE_S)
+    stuck.goes(channel, 5)
     assert called == [0, 1, 2, 3, 4]
     channel.close()
     assert called == [0, 1, 2, 3, 4]
@@ -174,8 +178,7 @@ def test_sent_is_called_once_for_each_frame_in_order() -> None:
 
 @pytest.mark.parametrize("how", ["the link breaks", "it is closed"])
 def test_sent_is_called_once_also_for_what_never_left(how: str) -> None:
-    stuck = Stuck()
-    channel = Channel(stuck, "x", KEYS)
+    stuck, channel = stuck_channel()
     called: Counter[int] = Counter()
 
     def count(number: int) -> None:
@@ -186,8 +189,7 @@ def test_sent_is_called_once_also_for_what_never_left(how: str) -> None:
     assert stuck.entered.acquire(timeout=PATIENCE_S)
     if how == "the link breaks":
         stuck.broken = True
-        stuck.release.release()
-        assert channel.flush(PATIENCE_S)
+        stuck.goes(channel, 1)
     channel.close()
     channel.send(frame(6), sent=lambda: count(6))
     assert called == Counter(range(7))
@@ -196,8 +198,7 @@ def test_sent_is_called_once_also_for_what_never_left(how: str) -> None:
 
 def test_a_newer_frame_replaces_the_one_that_waits_at_its_place() -> None:
     """Of each shard only the newest version waits for a slow follower; every shard gets its share of the link."""
-    stuck = Stuck()
-    channel = Channel(stuck, "x", KEYS)
+    stuck, channel = stuck_channel()
     called: list[tuple[int, int]] = []
     payload = memoryview(bytes(1000))
 
@@ -205,8 +206,7 @@ def test_a_newer_frame_replaces_the_one_that_waits_at_its_place() -> None:
         header = Header(Kind.VERSION, shard=10 * number + shard, length=1000)
         channel.send(header, payload, lambda: called.append((shard, number)), place=place)
 
-    channel.send(frame(0))
-    assert stuck.entered.acquire(timeout=PATIENCE_S)  # frame 0 is under way: all others wait
+    stuck.begins(channel)
     for number in (1, 2, 3):
         for shard in (0, 1, 2):
             version(shard, number, place=("version", shard))
@@ -216,9 +216,7 @@ def test_a_newer_frame_replaces_the_one_that_waits_at_its_place() -> None:
     version(7, 2)
     assert called == [(shard, number) for number in (1, 2) for shard in (0, 1, 2)], "those that were replaced"
     assert channel.waiting_bytes == 5000
-    for _ in range(6):
-        stuck.release.release()
-    assert channel.flush(PATIENCE_S)
+    stuck.goes(channel, 6)
     assert stuck.sent == [0, 30, 31, 32, 17, 27]
     assert sorted(called) == sorted([(s, n) for n in (1, 2, 3) for s in (0, 1, 2)] + [(7, 1), (7, 2)])
     assert channel.waiting_bytes == 0
@@ -235,8 +233,7 @@ def test_a_peer_that_reads_too_slowly_is_told_to_ask_anew(caplog: pytest.LogCapt
         header = Header(Kind.ROWS, shard=number, length=920)
         channel.send(header, payload, lambda: dropped.append(number), place=place)
 
-    channel.send(frame(0))
-    assert stuck.entered.acquire(timeout=PATIENCE_S)
+    stuck.begins(channel)
     for number in range(100, 110):
         send(number, place=number)  # a place for each: they are bounded by the number of places
     for number in range(1, 5):
@@ -248,9 +245,7 @@ def test_a_peer_that_reads_too_slowly_is_told_to_ask_anew(caplog: pytest.LogCapt
     send(6)
     assert dropped[-1] == 6, "nothing is queued any more"
     assert channel.waiting_bytes < 500, "but for the sentence"
-    for _ in range(2):
-        stuck.release.release()
-    assert channel.flush(PATIENCE_S)
+    stuck.goes(channel, 2)
     assert len(stuck.sent) == 2
     assert stuck.broken, "the connection is closed after the sentence"
     assert "the link to w3 is ended" in caplog.text
@@ -264,8 +259,7 @@ def test_of_all_that_wait_those_with_little_are_spared() -> None:
     channels = [Channel(connection, "x", KEYS, backlog=backlog) for connection in stuck]
     payload = memoryview(bytes(920))
     for channel, connection in zip(channels, stuck, strict=True):
-        channel.send(frame(0))
-        assert connection.entered.acquire(timeout=PATIENCE_S)
+        connection.begins(channel)
     for channel, count in zip(channels, (4, 2, 1), strict=True):
         for _ in range(count):
             channel.send(Header(Kind.ROWS, length=920), payload)
@@ -279,13 +273,11 @@ def test_of_all_that_wait_those_with_little_are_spared() -> None:
 
 
 def test_flush_says_when_there_was_not_enough_time() -> None:
-    stuck = Stuck()
-    channel = Channel(stuck, "x", KEYS)
+    stuck, channel = stuck_channel()
     assert channel.flush(0.0)
     channel.send(frame(0))
     assert not channel.flush(0.01)
-    stuck.release.release()
-    assert channel.flush(PATIENCE_S)
+    stuck.goes(channel, 1)
     channel.close()
 
 
@@ -410,11 +402,9 @@ def test_a_fault_of_the_sending_thread_reaches_the_receiving_one(
 
 
 def test_callbacks_that_fail_keep_no_other_from_being_called() -> None:
-    stuck = Stuck()
-    channel = Channel(stuck, "x", KEYS)
+    stuck, channel = stuck_channel()
     called: list[int] = []
-    channel.send(frame(0))
-    assert stuck.entered.acquire(timeout=PATIENCE_S)
+    stuck.begins(channel)
     channel.send(frame(1), sent=raises)
     channel.send(frame(2), sent=lambda: called.append(2))
     channel.close()

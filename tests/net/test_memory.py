@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import psutil
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ from rallypoint.net.channel import LENT_BYTES, Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import dialers_keys, expand, token_keys
 from rallypoint.net.memory import LEAST_BYTES, Arena, HostLender
-from rallypoint.net.pool import BufferPool, bytes_of, words_of_memory
+from rallypoint.net.pool import PERIOD, BufferPool, bytes_of, words_of_memory
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Transport
 from support.transports import Beside
@@ -61,6 +62,14 @@ def upgraded(transport: Transport, address: str) -> tuple[Connection, Connection
             near.upgrade(b"1" * 32, b"2" * 32)  # type: ignore[attr-defined]
         other.raise_if_failed()
     return near, far, stack
+
+
+def assert_nothing_is_lent() -> None:
+    near, far, stack = upgraded(TcpTransport(), "127.0.0.1:0")
+    with stack:
+        assert near.lender is far.lender is None
+        near.close()
+        far.close()
 
 
 @pytest.fixture(params=["one process", "one host"])
@@ -253,32 +262,20 @@ def test_a_payload_that_is_lent_on_a_link_without_memory_is_refused() -> None:
 def test_memory_that_cannot_be_opened_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """In another container the same number is another process."""
     monkeypatch.setattr(os, "readlink", lambda path: "/dev/null")
-    near, far, stack = upgraded(TcpTransport(), "127.0.0.1:0")
-    with stack:
-        assert near.lender is far.lender is None
-        near.close()
-        far.close()
+    assert_nothing_is_lent()
 
 
 def test_memory_that_could_shrink_while_it_is_read_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading it would end this process by a signal."""
     monkeypatch.setattr(fcntl, "F_SEAL_SHRINK", 0)
     monkeypatch.setattr(memory, "_ARENAS", memory._Arenas())
-    near, far, stack = upgraded(TcpTransport(), "127.0.0.1:0")
-    with stack:
-        assert near.lender is far.lender is None
-        near.close()
-        far.close()
+    assert_nothing_is_lent()
 
 
 def test_one_side_without_shared_memory_is_enough_to_send_all(monkeypatch: pytest.MonkeyPatch) -> None:
     given = iter([memory._ARENAS.get(), None])
     monkeypatch.setattr(memory._ARENAS, "get", lambda: next(given))
-    near, far, stack = upgraded(TcpTransport(), "127.0.0.1:0")
-    with stack:
-        assert near.lender is far.lender is None
-        near.close()
-        far.close()
+    assert_nothing_is_lent()
 
 
 def test_only_connections_within_a_host_offer_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,3 +437,86 @@ def test_many_links_lend_at_once_and_every_byte_is_its_own(pair: Pair) -> None:
             got.append(bool(arrived.eq(number).all()))
     sending.raise_if_failed()
     assert all(got)
+
+
+# ---- Buffers come back when their last holder lets go, and only then ----
+
+
+def test_a_buffer_is_words_and_the_same_bytes() -> None:
+    buffer = BufferPool(16).take()
+    assert buffer.tensor.shape == (16,)
+    assert buffer.tensor.dtype == torch.float32
+    assert len(buffer.bytes) == 64
+    buffer.bytes[:4] = torch.tensor([1.5]).numpy().tobytes()
+    assert buffer.tensor[0] == 1.5
+
+
+def test_a_released_buffer_is_taken_again() -> None:
+    pool = BufferPool(4)
+    first, second = pool.take(), pool.take()
+    assert first is not second
+    first.release()
+    assert pool.take() is first
+    assert pool.made == 2
+
+
+def test_a_buffer_comes_back_with_its_last_holder() -> None:
+    pool = BufferPool(4)
+    buffer = pool.take()
+    assert buffer.retain() is buffer
+    buffer.release()
+    assert pool.free == []
+    buffer.release()
+    assert pool.free == [buffer]
+
+
+def test_no_buffer_is_in_two_hands() -> None:
+    pool = BufferPool(4)
+    for _ in range(50):
+        held = [pool.take() for _ in range(4)]
+        assert len({id(buffer) for buffer in held}) == 4
+        for buffer in held:
+            buffer.release()
+    assert pool.made == 4
+    assert len(pool.free) == 4
+
+
+def test_a_pool_gives_back_what_it_has_not_needed_for_long() -> None:
+    """After a crowd (workers that join, a slow link) the memory is the system's again."""
+    pool = BufferPool(4)
+    for buffer in [pool.take() for _ in range(100)]:
+        buffer.release()
+    assert (pool.made, len(pool.free)) == (100, 100), "it may be needed again soon"
+    for _ in range(PERIOD):
+        for buffer in [pool.take() for _ in range(3)]:
+            buffer.release()
+    assert (pool.made, len(pool.free)) == (3, 3)
+
+
+def test_large_buffers_are_given_back_to_the_system() -> None:
+    process, pool = psutil.Process(), BufferPool(1 << 18, keeps=False)
+    held = [pool.take() for _ in range(64)]
+    for buffer in held:
+        buffer.tensor.zero_()
+    used = process.memory_info().rss
+    for buffer in held[1::2]:  # not only those at the end of the heap
+        buffer.release()
+    del held[1::2], buffer
+    assert used - process.memory_info().rss > 24 << 20
+    for buffer in held:
+        buffer.release()
+
+
+def test_releasing_once_too_often_is_noticed() -> None:
+    pool = BufferPool(4)
+    buffer = pool.take()
+    buffer.release()
+    with pytest.raises(AssertionError):
+        buffer.release()
+    assert pool.free == [buffer]
+
+
+def test_the_bytes_of_a_tensor_are_in_place() -> None:
+    tensor = torch.zeros(4)
+    bytes_of(tensor)[:] = torch.arange(4.0).numpy().tobytes()
+    assert tensor.tolist() == [0, 1, 2, 3]

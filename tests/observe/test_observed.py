@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +15,6 @@ from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.streaming import StreamMachine
-from rallypoint.errors import RallypointError
 from rallypoint.observe.observed import QUESTIONS, changing_methods, observed, watched
 from rallypoint.observe.recording import SUFFIX, Beginning, Recorder
 from support.replay import RecordingError, read, replay
@@ -182,29 +180,19 @@ def test_a_recording_of_another_format_is_refused_with_the_version_that_reads_it
         replay(path)
 
 
-@pytest.mark.parametrize("call", [
-    [0.0, "handle", 1.5, {}, None],
-    [0.0, "handle", [], True, None],
-    [0.0, "handle", [["core.cluster.effects:Refuse", ["-"], ["-"], ["-"]]], {}, 1],
-])  # fmt: skip
-def test_a_damaged_call_is_refused_with_a_sentence(tmp_path: Path, call: list[Any]) -> None:
+@pytest.mark.parametrize("record", [
+    *map(msgspec.msgpack.encode, (
+        [0.0, "handle", 1.5, {}, None], [0.0, "handle", [], True, None],
+        [0.0, "handle", [["core.cluster.effects:Refuse", ["-"], ["-"], ["-"]]], {}, 1],
+    )),
+    b"\x95\x00\xa1\xff", b"\x95\x00" + b"\x91" * 100_000,
+], ids=["arguments", "names", "a message", "no text", "too deep"])  # fmt: skip
+def test_a_damaged_call_is_refused_with_a_sentence(tmp_path: Path, record: bytes) -> None:
     recorder = Recorder(tmp_path, "server0")
     watched(ShardMachine(Sync(), 2), "server0", recorder)
-    record = msgspec.msgpack.encode(call)
     with recorder.path.open("ab") as file:
         file.write(struct.pack("<I", len(record)) + record)
-    with pytest.raises(RallypointError, match="damaged"):
-        replay(recorder.path)
-
-
-@pytest.mark.parametrize("content", [b"\xa1\xff", b"\x91" * 100_000])
-def test_a_record_that_is_no_text_or_too_deep_is_refused_with_a_sentence(tmp_path: Path, content: bytes) -> None:
-    recorder = Recorder(tmp_path, "server0")
-    watched(ShardMachine(Sync(), 2), "server0", recorder)
-    record = b"\x95\x00" + content
-    with recorder.path.open("ab") as file:
-        file.write(struct.pack("<I", len(record)) + record)
-    with pytest.raises(RecordingError, match="record 1 is damaged"):
+    with pytest.raises(RecordingError, match="damaged: call 1" if b"Refuse" in record else "record 1 is damaged"):
         replay(recorder.path)
 
 

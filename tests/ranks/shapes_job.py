@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -80,22 +81,18 @@ def built(shape: str, mesh: DeviceMesh | None) -> Net:
     return net
 
 
-def fingerprint(net: torch.nn.Module) -> str:
+def fingerprint(net: torch.nn.Module, of: Callable[[DTensor], torch.Tensor] = DTensor.to_local) -> str:
     """Hash the values that this rank holds."""
     digest = hashlib.sha256()
     for name, tensor in net.state_dict().items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        digest.update(name.encode() + local.contiguous().numpy().tobytes())
+        values = of(tensor) if isinstance(tensor, DTensor) else tensor
+        digest.update(name.encode() + values.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
 def whole(net: torch.nn.Module) -> str:
     """Hash the whole model's values; all ranks call it."""
-    digest = hashlib.sha256()
-    for name, tensor in net.state_dict().items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        digest.update(name.encode() + full.contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    return fingerprint(net, DTensor.full_tensor)
 
 
 def main(shape: str, out: Path, stop: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,23 +74,40 @@ def test_a_record_waits_for_the_copies_of_all_replicas() -> None:
     assert server.codec_states.complete(server.shard, at_last=True) is None  # it is put once
 
 
-def test_copies_may_come_before_the_snapshot_is_asked_for() -> None:
+@pytest.mark.parametrize(("early", "late", "at_last", "kept"), [
+    ([(0, 3, b"nil"), (1, 3, b"one")], [], False, {0: b"nil", 1: b"one"}),
+    ([], [(0, 3, b"nil"), (0, 3, b""), (1, 3, b"")], False, {0: b"nil"}),
+    ([], [(1, 3, b"one"), (0, 2, b"of another version")], True, {1: b"one"}),
+], ids=["copies before the snapshot is asked for", "who begins without a state replaces no copy",
+        "the next update ends the wait for what was lost with a worker"])  # fmt: skip
+def test_a_record_has_the_copies_that_count(
+    early: list[Any], late: list[Any], at_last: bool, kept: dict[int, bytes]
+) -> None:
     server = Server()
-    server.copy(0, 3, b"nil")
-    server.copy(1, 3, b"one")
+    for copy in early:
+        server.copy(*copy)
     server.record(4)
-    assert kept_state(server.codec_states.complete(server.shard, at_last=False)) == {0: b"nil", 1: b"one"}
+    for copy in late:
+        server.copy(*copy)
+    assert kept_state(server.codec_states.complete(server.shard, at_last=at_last)) == kept
+
+
+def capturing(
+    server: Server, put: list[ShardRecord], is_last: Callable[..., bool] = lambda *_: False, **parts: Any
+) -> tuple[SnapshotCapture[Any], ShardRecord]:
+    """What copies shards for a snapshot, and the record that it copies."""
+    record = ShardRecord(server.shard, 4, {"master": np.zeros(1000, np.float32)}, {})
+    abandon = parts.pop("abandon", None)
+    writer: Any = SimpleNamespace(takes_records=True, put=put.append, copy=lambda record: record, abandon=abandon)
+    job: Any = SimpleNamespace(versions_are_common=True, shards=server.layout.shards, **parts)
+    tracer, states = Tracer("server0"), server.codec_states
+    return SnapshotCapture(writer, job, states, lambda *_: record, tracer, lambda: None, is_last), record
 
 
 def test_a_shard_that_is_copied_after_all_copies_came_is_stored_at_once() -> None:
     """While the job is paused nothing comes later that could complete it."""
     server, put = Server(), list[ShardRecord]()
-    record = ShardRecord(server.shard, 4, {"master": np.zeros(1000, np.float32)}, {})
-    writer: Any = SimpleNamespace(takes_records=True, put=put.append, copy=lambda record: record)
-    job: Any = SimpleNamespace(versions_are_common=True, shards=server.layout.shards)
-    capture = SnapshotCapture(
-        writer, job, server.codec_states, lambda *_: record, Tracer("server0"), lambda: None, lambda *_: False
-    )
+    capture, _ = capturing(server, put)
     for replica in range(REPLICAS):
         server.copy(replica, 3, b"it")
     capture.wanted(server.shard, 4)
@@ -114,29 +132,12 @@ def test_a_codec_state_that_is_a_step_ahead_comes_back_as_what_it_is() -> None:
     assert [header.step for _, header, _ in server.sent] == [3, 4]
 
 
-def test_a_worker_says_that_it_begins_without_a_codec_state_and_that_replaces_no_copy() -> None:
-    server = Server()
-    server.record(4)
-    server.copy(0, 3, b"nil")
-    server.copy(0, 3, b"")  # of a worker that was assigned the replica later
-    server.copy(1, 3, b"")
-    assert kept_state(server.codec_states.complete(server.shard)) == {0: b"nil"}
-
-
 @pytest.mark.parametrize("quorum", [None, 1])
 def test_a_snapshot_is_lost_if_a_copy_has_not_come_before_the_next_update(quorum: int | None) -> None:
     """The worker has contributed before it heard of the snapshot, or its link broke. With a quorum it may be slow."""
     server, put, abandoned = Server(), list[ShardRecord](), list[bool]()
-    record = ShardRecord(server.shard, 4, {"master": np.zeros(1000, np.float32)}, {})
-    writer: Any = SimpleNamespace(
-        takes_records=True, put=put.append, copy=lambda record: record, abandon=lambda: abandoned.append(True)
-    )
-    job: Any = SimpleNamespace(
-        versions_are_common=True, shards=server.layout.shards, config=SimpleNamespace(quorum=quorum)
-    )
-    capture = SnapshotCapture(
-        writer, job, server.codec_states, lambda *_: record, Tracer("server0"), lambda: None, lambda *_: False
-    )
+    config = SimpleNamespace(quorum=quorum)
+    capture, _ = capturing(server, put, config=config, abandon=lambda: abandoned.append(True))
     for copies in ((0, 1), (0,)):
         for replica in copies:
             server.copy(replica, 3, b"it")
@@ -151,14 +152,8 @@ def test_a_snapshot_is_lost_if_a_copy_has_not_come_before_the_next_update(quorum
 def test_nobody_waits_for_codec_states_at_the_last_version(known: bool) -> None:
     """`run.stop()` ends the job there; the view says so before the shard is copied, or after."""
     server, put = Server(), list[ShardRecord]()
-    record = ShardRecord(server.shard, 4, {"master": np.zeros(1000, np.float32)}, {})
     last = {4} if known else set[int]()
-    writer: Any = SimpleNamespace(takes_records=True, put=put.append, copy=lambda record: record)
-    job: Any = SimpleNamespace(versions_are_common=True, shards=server.layout.shards)
-    capture = SnapshotCapture(
-        writer, job, server.codec_states, lambda *_: record, Tracer("server0"), lambda: None,
-        lambda shard, version: version in last,
-    )  # fmt: skip
+    capture, record = capturing(server, put, lambda shard, version: version in last)
     capture.wanted(server.shard, 4)
     capture.copy_one()
     assert bool(put) == known
@@ -167,14 +162,6 @@ def test_nobody_waits_for_codec_states_at_the_last_version(known: bool) -> None:
     last.add(4)
     capture.viewed()
     assert put == [record]
-
-
-def test_the_next_update_ends_the_wait_for_what_was_lost_with_a_worker() -> None:
-    server = Server()
-    server.record(4)
-    server.copy(1, 3, b"one")
-    server.copy(0, 2, b"of another version")
-    assert kept_state(server.codec_states.complete(server.shard, at_last=True)) == {1: b"one"}
 
 
 @pytest.mark.parametrize("roll_back", [False, True])

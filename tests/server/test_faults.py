@@ -4,6 +4,7 @@ its owner's thread computes as the job says.
 
 from __future__ import annotations
 
+import queue
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,19 +12,25 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from one_server import FIRST, OneServer
+from one_server import CONFIG, FIRST, LAYOUT, OneServer
 
-from rallypoint.aggregator import AggregatorService
-from rallypoint.core.protocol import GiveUp, Hello, Message
-from rallypoint.core.view import Member
+from rallypoint.aggregator import AggregatorService, Event, ServerUp, Upstream
+from rallypoint.config import record_of
+from rallypoint.core.protocol import GiveUp, Hello, Leaving, Message, Welcome
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.data.loader import one_thread
 from rallypoint.errors import LinkError, ProtocolError, RallypointError
-from rallypoint.net.handshake import Credentials, Identity
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Header, Kind
+from rallypoint.net.gate import Gate
+from rallypoint.net.handshake import Credentials, Identity, ticket_for
 from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.trace import Tracer
-from rallypoint.server import inbox
+from rallypoint.server import inbox, member
+from rallypoint.server.job import ServerJob
 from rallypoint.server.member import Views
 from rallypoint.server.service import Peers, ServerService
+from support.beside import until
 
 FAULT = KeyError("a bug")
 BROKEN: Any = SimpleNamespace(fault=FAULT, name="w")
@@ -113,3 +120,81 @@ def test_an_owner_that_begins_while_samples_are_loaded_computes_with_the_job_s_t
         assert (threads, torch.get_num_threads()) == ([2], 2)
     finally:
         torch.set_num_threads(before)
+
+
+# ---- An aggregator's links to the servers of its view ----
+
+
+PATIENCE_S = 60.0
+SECRET = b"the server's secret"
+
+
+def test_a_server_that_is_ahead_by_a_view_does_not_keep_the_aggregator_from_the_view_without_it() -> None:
+    """What the server has sent waits for a view that comes after the one that ends its link."""
+    transport, views = InprocTransport(), Views()
+    nbytes = LAYOUT.shards[0].nbytes
+
+    def serve(channel: Channel, hello: Hello) -> None:
+        header = Header(Kind.VERSION, ViewNumber(1, 3), step=1, length=nbytes)
+        channel.send(header, memoryview(bytes(nbytes)))
+        channel.receive_header()
+
+    me = Identity("server", "s", incarnation=1, secret=SECRET)
+    gate = Gate(transport, "s:1", me, lambda hello: Welcome(), serve)
+    server = Member("s", "here", gate.address, 1)
+    first = View(ViewNumber(1, 1), ViewNumber(1, 1), (), (server,), (), {0: "s"}, {})
+    credentials = Credentials(Identity("aggregator", "a"))
+    credentials.admitted(2, b"")
+    credentials.given(first, {"s": ticket_for(SECRET, "aggregator", "a", 2)})
+    came: list[Event | None] = []
+    upstream = Upstream(
+        ServerJob(record_of(CONFIG, LAYOUT), CONFIG), views, came.append, transport=transport, credentials=credentials,
+        tracer=Tracer("a"), failed=lambda error: None,
+    )  # fmt: skip
+    views.adopt(first)
+    upstream.adopt(first)
+    try:
+        until(lambda: bool(views._changed._waiters))  # type: ignore[attr-defined]
+        without = msgspec.structs.replace(first, number=ViewNumber(1, 2), servers=())
+        adopts = threading.Thread(target=upstream.adopt, args=(without,), daemon=True)
+        adopts.start()
+        adopts.join(PATIENCE_S)
+        assert not adopts.is_alive(), "the thread that brings the views waits for one that waits for a view"
+        assert came == [ServerUp(server)]
+    finally:
+        views.end(None)
+        upstream.close()
+        gate.close()
+
+
+# ---- A server that is told to go says so to its coordinator until it may ----
+
+
+PATIENCE_S = 60.0
+
+
+def test_a_notice_that_comes_before_the_server_has_joined_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    class _Link:
+        """A link to a coordinator that hears what is said."""
+
+        welcome = Welcome()
+
+        def __init__(self, **_: Any) -> None:
+            self.send = said.put
+
+        def start(self) -> None:
+            """Nothing comes."""
+
+        def close(self) -> None:
+            """There is nothing to close."""
+
+    monkeypatch.setattr(member, "CoordinatorLink", _Link)
+    server = ServerService(id="s", coordinator="127.0.0.1:1")
+    server.leave()  # SIGTERM, while it looks for its coordinator
+    server.start()
+    try:
+        assert said.get(timeout=PATIENCE_S) == Leaving()
+    finally:
+        server.close()

@@ -7,9 +7,11 @@ import os
 import random
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -22,11 +24,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from samples import LAYOUT, records, same, take
 
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
-from rallypoint.store import files, snapshots
+from rallypoint.store import files, snapshots, writer
 from rallypoint.store.files import StoreSilent
 from rallypoint.store.manifest import Compression, checksum_of, encode_manifest, snapshot_id
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.snapshots import FILE_S, Retention, SnapshotStore, WritePace
+from rallypoint.store.writer import StagedCopies
+from rallypoint.testing.processes import fork_server
 
 SHARDS = [shard.index for shard in LAYOUT.shards]
 
@@ -599,3 +603,103 @@ def test_importing_the_store_loads_neither_torch_nor_numpy() -> None:
     program = "import sys, rallypoint.store.snapshots; print(*sorted({'torch', 'numpy'} & sys.modules.keys()))"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert answer.stdout.strip() == ""
+
+
+# ---- Copies on their way to the store: nobody else's memory, and given back, used again ----
+
+
+def record(words: int = 4, value: float = 0.0) -> ShardRecord:
+    arrays = {"master": np.full(words, value, np.float32), "ids": np.arange(words)}
+    return ShardRecord(3, 1, arrays, {"step": 1.0}, (5,))
+
+
+def address(record: ShardRecord) -> int:
+    return int(record.arrays["master"].ctypes.data)
+
+
+def test_a_copy_does_not_change_with_what_it_was_copied_from() -> None:
+    original = record()
+    copy = StagedCopies().copy(original)
+    original.arrays["master"] += 1
+    original.scalars["step"] = 2.0
+    assert copy.arrays["master"].tolist() == [0.0] * 4
+    assert copy.arrays["ids"].tolist() == [0, 1, 2, 3]
+    assert (copy.shard, copy.version, copy.scalars, copy.clocks) == (3, 1, {"step": 1.0}, (5,))
+
+
+def test_what_is_given_back_is_used_for_the_next_copy_of_that_size_and_only_then() -> None:
+    lent = StagedCopies()
+    first, second = lent.copy(record(value=1.0)), lent.copy(record(value=2.0))
+    assert address(first) != address(second)
+    at = address(first)
+    lent.give_back(first)
+    lent.give_back(first)  # twice: it is not lent to two
+    other_size, third, fourth = lent.copy(record(5)), lent.copy(record(value=3.0)), lent.copy(record(value=4.0))
+    assert at not in (address(other_size), address(fourth))
+    assert address(third) == at
+    assert [float(copy.arrays["master"][0]) for copy in (second, third, fourth)] == [2.0, 3.0, 4.0]
+
+
+def test_a_record_that_is_no_copy_from_here_is_left_alone() -> None:
+    lent, own = StagedCopies(), record()
+    lent.give_back(own)
+    assert address(lent.copy(record())) != address(own)
+
+
+def test_more_than_a_certain_amount_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "KEPT_BYTES", 4 * 4 + 4 * 8 + 1)
+    lent = StagedCopies()
+    copies = [lent.copy(record()) for _ in range(3)]
+    for copy in copies:
+        lent.give_back(copy)
+    assert {name for name, _ in lent._free} == {"float32", "int64"}
+    assert sum(array.nbytes for free in lent._free.values() for array in free) == lent._kept <= writer.KEPT_BYTES
+
+
+# ---- Kill the writer at any moment: what it said was committed is there, and everything that is there verifies ----
+
+
+KILLS = 20
+
+
+def write_until_killed(root: str, version: int, attempt: int, said: Connection) -> None:
+    store = SnapshotStore(root)
+    while True:
+        version += 1
+        take(store, version, attempt, compression="none")
+        said.send(version)
+        store.retain(Retention(keep_last=2))
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_last_committed_snapshot_is_whole(tmp_path: Path) -> None:
+    context = fork_server()
+    moments = random.Random(7)
+    store = SnapshotStore(str(tmp_path))
+    version = 0
+    for attempt in range(KILLS):
+        listening, said = context.Pipe(duplex=False)
+        writer = context.Process(target=write_until_killed, args=(str(tmp_path), version, attempt, said))
+        writer.start()
+        said.close()
+        committed = listening.recv()
+        time.sleep(moments.uniform(0.0, 0.1))  # any moment will do: whatever it is, the promise holds
+        writer.kill()
+        writer.join()
+        while True:
+            try:
+                committed = listening.recv()
+            except (EOFError, OSError):
+                break
+        listening.close()
+        writer.close()
+
+        found = store.latest_usable(pytest.fail)
+        assert found is not None
+        assert found.version >= committed > version
+        for manifest in store.manifests():
+            store.verify(manifest)
+        version = found.version
+    take(store, version + 1, KILLS)
+    store.retain(Retention(keep_last=1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", f"step-{version + 1:08d}-{KILLS}"]

@@ -18,7 +18,7 @@ import contextlib
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -134,10 +134,6 @@ class TransportContract:
                 assert receive(far, 4 + (1 << 20)) == b"head" + bytes(1 << 20)
                 sending.raise_if_failed()
 
-    def test_a_limit_in_flight_on_a_closed_connection_is_fine(self, pair: tuple[Connection, Connection]) -> None:
-        pair[0].close()
-        pair[0].limit_in_flight(16 << 10)
-
     def test_the_payload_may_be_changed_once_send_has_returned(self, pair: tuple[Connection, Connection]) -> None:
         near, far = pair
         payload = bytearray(b"x" * 1000)
@@ -188,33 +184,15 @@ class TransportContract:
 
     # ---- the end of a stream ----
 
-    def test_closing_wakes_a_blocked_receiver(self, pair: tuple[Connection, Connection]) -> None:
-        near, _ = pair
-        with Beside(lambda: receive(near, 1)) as receiving:
-            time.sleep(0.05)  # most likely blocked by now; the promise holds either way
-            near.close()
-            assert isinstance(receiving.outcome(), LinkError)
-
-    def test_closing_wakes_a_blocked_sender(self, pair: tuple[Connection, Connection]) -> None:
-        near, _ = pair
-        with Beside(lambda: send_for_ever(near)) as sending:
-            time.sleep(0.1)  # nobody reads: the buffers are full by now
-            near.close()
-            assert isinstance(sending.outcome(), LinkError)
-
-    def test_the_peers_close_wakes_a_blocked_receiver(self, pair: tuple[Connection, Connection]) -> None:
-        near, far = pair
-        with Beside(lambda: receive(near, 1)) as receiving:
-            time.sleep(0.05)
-            far.close()
-            assert isinstance(receiving.outcome(), LinkError)
-
-    def test_the_peers_close_wakes_a_blocked_sender(self, pair: tuple[Connection, Connection]) -> None:
-        near, far = pair
-        with Beside(lambda: send_for_ever(near)) as sending:
-            time.sleep(0.1)
-            far.close()
-            assert isinstance(sending.outcome(), LinkError)
+    @pytest.mark.parametrize("closes", [0, 1], ids=["near", "far"])
+    @pytest.mark.parametrize("call", [lambda near: receive(near, 1), send_for_ever], ids=["receiver", "sender"])
+    def test_a_close_at_either_end_wakes_who_is_blocked(
+        self, pair: tuple[Connection, Connection], call: Callable[[Connection], object], closes: int
+    ) -> None:
+        with Beside(lambda: call(pair[0])) as blocked:
+            time.sleep(0.1)  # most likely blocked by now, or the buffers are full; the promise holds either way
+            pair[closes].close()
+            assert isinstance(blocked.outcome(), LinkError)
 
     def test_what_was_sent_before_a_close_can_still_be_read(self, pair: tuple[Connection, Connection]) -> None:
         near, far = pair
@@ -255,27 +233,23 @@ class TransportContract:
         with pytest.raises(LinkError):
             receive(near, 1)
 
-    def test_closing_twice_is_fine(self, pair: tuple[Connection, Connection], listener: Listener) -> None:
+    def test_what_is_closed_may_be_closed_again_and_given_limits(
+        self, pair: tuple[Connection, Connection], listener: Listener
+    ) -> None:
         for end in (*pair, *pair, listener, listener):
             end.close()
-
-    def test_a_timeout_on_a_closed_connection_is_fine(self, pair: tuple[Connection, Connection]) -> None:
-        pair[0].close()
         pair[0].set_timeout(1.0)
+        pair[0].limit_in_flight(16 << 10)
 
     # ---- timeouts ----
 
-    def test_a_receive_past_the_timeout_is_an_error(self, pair: tuple[Connection, Connection]) -> None:
-        near, _ = pair
-        near.set_timeout(0.05)
+    @pytest.mark.parametrize("call", [lambda near: receive(near, 1), send_for_ever], ids=["receive", "send"])
+    def test_a_call_past_the_timeout_is_an_error(
+        self, pair: tuple[Connection, Connection], call: Callable[[Connection], object]
+    ) -> None:
+        pair[0].set_timeout(0.05)
         with pytest.raises(LinkError, match=_SENTENCE):
-            receive(near, 1)
-
-    def test_a_send_past_the_timeout_is_an_error(self, pair: tuple[Connection, Connection]) -> None:
-        near, _ = pair
-        near.set_timeout(0.05)
-        with pytest.raises(LinkError, match=_SENTENCE):
-            send_for_ever(near)
+            call(pair[0])
 
     def test_progress_starts_a_receives_timeout_anew(self, pair: tuple[Connection, Connection]) -> None:
         near, far = pair
@@ -302,10 +276,11 @@ class TransportContract:
                 receive(far, 4 * _BULK // 16)
             sending.raise_if_failed()
 
-    def test_a_timeout_can_be_taken_away(self, pair: tuple[Connection, Connection]) -> None:
+    @pytest.mark.parametrize("name", ["set_timeout", "set_deadline"])
+    def test_a_timeout_and_a_deadline_can_be_taken_away(self, pair: tuple[Connection, Connection], name: str) -> None:
         near, far = pair
-        near.set_timeout(0.01)
-        near.set_timeout(None)
+        for seconds in (0.01, None):
+            getattr(near, name)(seconds)
         with Beside(lambda: receive(near, 1)) as receiving:
             time.sleep(0.05)
             far.send(b"x")
@@ -339,15 +314,6 @@ class TransportContract:
         with Beside(talk) as talking:
             trickle(lambda: far.send(b"y"), talking)
             assert isinstance(talking.outcome(), LinkError)
-
-    def test_a_deadline_can_be_taken_away(self, pair: tuple[Connection, Connection]) -> None:
-        near, far = pair
-        near.set_deadline(0.01)
-        near.set_deadline(None)
-        with Beside(lambda: receive(near, 1)) as receiving:
-            time.sleep(0.05)
-            far.send(b"x")
-            receiving.raise_if_failed()
 
     # ---- addresses ----
 

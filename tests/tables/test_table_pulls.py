@@ -132,19 +132,15 @@ def test_a_table_is_published_by_an_empty_frame(job: Job, channel: Channel) -> N
     assert versions in ([(TABLE, 0, 0), (TABLE, 1, 0)], [(TABLE, 1, 0)])
 
 
-@pytest.mark.parametrize("payload", [b"123", bytes(encode_ids(torch.tensor([7, 3]))), bytes(4 * (ROWS + 1))], ids=len)
-def test_a_pull_that_names_no_rows_is_refused(job: Job, channel: Channel, payload: bytes) -> None:
+@pytest.mark.parametrize(("kind", "payload"), [
+    *((Kind.PULL_ROWS, of) for of in (b"123", bytes(encode_ids(torch.tensor([7, 3]))), bytes(4 * (ROWS + 1)))),
+    *((Kind.PUSH, of) for of in (b"", b"123", b"\1\0\0\0", bytes(4) + b"more", bytes(5000))),
+])  # fmt: skip
+def test_a_pull_that_names_no_rows_and_a_contribution_that_is_none_are_refused(
+    job: Job, channel: Channel, kind: Kind, payload: bytes
+) -> None:
     begin(job, channel, 1)
-    say(job, channel, Kind.PULL_ROWS, payload)
-    assert refusal(channel)
-    job.settle()
-    assert job.runs()
-
-
-@pytest.mark.parametrize("payload", [b"", b"123", b"\1\0\0\0", bytes(4) + b"more", bytes(5000)], ids=len)
-def test_a_contribution_that_is_none_is_refused(job: Job, channel: Channel, payload: bytes) -> None:
-    begin(job, channel, 1)
-    say(job, channel, Kind.PUSH, payload, step=1)
+    say(job, channel, kind, payload, **({"step": 1} if kind is Kind.PUSH else {}))
     assert refusal(channel)
     job.settle()
     assert job.runs()

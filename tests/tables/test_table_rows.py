@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,14 +15,17 @@ import rallypoint as rp
 from rallypoint.codec import base
 from rallypoint.codec.base import RowSum, check_gradient, decode_ids, encode_gradient, encode_ids, gradient_bytes
 from rallypoint.config import resolve
-from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.layout import PART_BYTES, Layout, TensorSpec, build_layout, first_difference
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.shard.effects import Apply
-from rallypoint.errors import ProtocolError
+from rallypoint.errors import ConfigError, ModelError, ProtocolError, RallypointError
+from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.net.frames import Header, Kind, pack, unpack
 from rallypoint.net.pool import Buffer, BufferPools
 from rallypoint.optim import RowsOptimizer
 from rallypoint.server.rows import OwnedRows, first_rows, fits_rows
 from rallypoint.store.record import decode_record, encode_record
+from rallypoint.worker.tensors import ModelTensors
 
 ROWS, COLUMNS = 40, 3
 IDS = st.sets(st.integers(0, ROWS - 1)).map(sorted)
@@ -210,3 +214,178 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         record = owned.state(1, (), wires=True)
         record.arrays.update(spoil)  # type: ignore[arg-type]
         assert not fits_rows(record, owned.shard, owned._config), spoil
+
+
+# ---- Tables in the layout: every row has one place, and the flat vector knows nothing of them ----
+
+
+TOP = TensorSpec("top", (40, 3), "float32", 0)
+TABLES = st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 40)), min_size=1, max_size=3)
+
+
+def _layout(*shapes: tuple[int, int], shard_bytes: int = 1024, specs: tuple[TensorSpec, ...] = (TOP,)) -> Layout:
+    tables = [TensorSpec(f"table{i}", shape, "float32", 0) for i, shape in enumerate(shapes)]
+    return build_layout(specs, shard_bytes, None, tables)
+
+
+@given(TABLES, st.sampled_from([64, 1024, 1 << 20]))
+def test_every_row_of_a_table_is_in_one_part(shapes: list[tuple[int, int]], shard_bytes: int) -> None:
+    layout = _layout(*shapes, shard_bytes=shard_bytes)
+    for index, (rows, columns) in enumerate(shapes):
+        shards = [s for s in layout.shards if s.part is not None and s.part.table == index]
+        parts = [s.part for s in shards if s.part is not None]
+        held = sorted(row for part in parts for row in range(part.part, rows, part.parts))
+        assert held == list(range(rows))
+        assert [part.rows for part in parts] == [len(range(p.part, rows, p.parts)) for p in parts]
+        assert all(s.words == s.part.rows * columns and s.nbytes <= PART_BYTES for s in shards if s.part is not None)
+        assert {s.role for s in shards} == {"rows"}
+
+
+@pytest.mark.parametrize("columns", [1, 1 << 20, (1 << 22) + 1, (1 << 24) - 2])
+def test_the_gradient_of_every_part_fits_into_a_frame(columns: int) -> None:
+    for rows in (1, 2, 3, 9, 10_000):
+        for shard in _layout((rows, columns)).shards:
+            if shard.part is not None:
+                data = gradient_bytes(shard.part.rows, columns)
+                assert unpack(pack(Header(Kind.PUSH, length=data))).length == data
+
+
+@pytest.mark.parametrize("columns", [(1 << 24) - 1, 1 << 24, 1 << 26])
+def test_a_row_that_no_frame_carries_is_refused_before_the_job(columns: int) -> None:
+    with pytest.raises(ModelError, match=r"a row of table1 has .* MiB, and at most 64 MiB go in one piece"):
+        _layout((10, 3), (5, columns))
+
+
+@given(TABLES)
+def test_the_vector_and_its_shards_are_those_without_tables(shapes: list[tuple[int, int]]) -> None:
+    bare, layout = build_layout([TOP], 1024), _layout(*shapes)
+    assert layout.shards[: len(bare.shards)] == bare.shards
+    assert (layout.entries, layout.words, layout.largest_shard) == (bare.entries, bare.words, bare.largest_shard)
+    assert sum(s.slot_bytes for s in layout.shards) == sum(s.slot_bytes for s in bare.shards)
+    assert all(s.slot_bytes == 0 for s in layout.shards[len(bare.shards) :])
+    assert [s.index for s in layout.shards] == list(range(len(layout.shards)))
+
+
+def test_a_large_table_is_in_parts_of_bounded_size_and_a_small_one_still_in_several() -> None:
+    assert len(_layout((1 << 20, 64), shard_bytes=1 << 20).shards) == 1 + (1 << 20) * 64 * 4 // PART_BYTES
+    assert len(_layout((1 << 16, 64), shard_bytes=1 << 20).shards) == 1 + 8
+    assert len(_layout((100, 4), shard_bytes=1 << 20).shards) == 1 + 1
+
+
+def test_a_model_may_have_nothing_but_tables() -> None:
+    layout = _layout((9, 2), specs=())
+    assert (layout.words, layout.largest_shard, len(layout.shards)) == (0, 0, 1)
+
+
+def test_a_layout_with_tables_survives_the_job_record() -> None:
+    layout = _layout((700, 5), (30, 2))
+    assert msgspec.convert(msgspec.to_builtins(layout), Layout) == layout
+
+
+def test_models_that_differ_in_a_table_are_told_apart() -> None:
+    ours, theirs = _layout((700, 5)), _layout((701, 5))
+    assert ours.fingerprint != theirs.fingerprint
+    assert first_difference(ours, theirs) == (
+        "parameter table0 [700, 5] float32 (group 0) here, parameter table0 [701, 5] float32 (group 0) there"
+    )
+    assert first_difference(ours, build_layout([TOP], 1024)) == (
+        "parameter table0 [700, 5] float32 (group 0) exists only here"
+    )
+
+
+def test_a_table_and_a_parameter_of_one_name_are_refused() -> None:
+    with pytest.raises(ModelError, match="both named top"):
+        build_layout([TOP], 1024, None, [TOP])
+
+
+# ---- What cannot be a table is refused before anything begins, with a sentence that says what to do ----
+
+
+DATA = torch.utils.data.TensorDataset(torch.arange(12) % 9, torch.randn(12))
+
+
+def _table(**options: Any) -> torch.nn.Embedding:
+    return torch.nn.Embedding(9, 2, sparse=True, **{"device": "meta", **options})
+
+
+def _tied_frozen() -> torch.nn.Embedding:
+    table = _table()
+    table.weight.requires_grad_(False)
+    return table
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (_table(device="cpu"), "it has weights here; declare it with device='meta'"),
+        (torch.nn.EmbeddingBag(9, 2, sparse=True, device="meta"), r"only; use one and reduce its rows"),
+        (_table(padding_idx=0), "padding_idx, max_norm and scale_grad_by_freq"),
+        (_table(max_norm=1.0), "padding_idx, max_norm and scale_grad_by_freq"),
+        (_table(dtype=torch.float16), "it must be fp32, trainable and not empty"),
+        (_tied_frozen(), "it must be fp32, trainable and not empty"),
+    ],
+    ids=["materialised", "bag", "padding", "max_norm", "half", "frozen"],
+)
+def test_an_embedding_that_cannot_be_a_table_is_refused_by_name(model: torch.nn.Module, sentence: str) -> None:
+    with pytest.raises(ModelError, match=f"^weight cannot be a table: .*{sentence}"):
+        ModelTensors(model, resolve({}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"sync": rp.LocalSteps(steps=4)}, "under rp.LocalSteps the worker would have to hold it"),
+        ({"sync": rp.AllReduce()}, "under rp.AllReduce the worker would have to hold it"),
+        ({"sync": rp.Async(delay_compensation=0.1)}, "delay compensation is not supported"),
+        ({"sync": rp.Async(), "clip": 1.0}, "its gradient cannot be clipped"),
+        ({"optimizer": rp.SGD(lr=0.1, momentum=0.9)}, "momentum would move every row at every step"),
+        ({"optimizer": rp.AdamW(eps=0.0)}, "needs a positive one"),
+    ],
+    ids=["local steps", "all-reduce", "delay compensation", "clip", "momentum", "eps"],
+)
+def test_settings_that_tables_cannot_follow_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        ModelTensors(_table(), resolve(settings))
+    ModelTensors(torch.nn.Embedding(9, 2), resolve(settings))
+
+
+@pytest.mark.parametrize("std", [-1.0, float("nan"), float("inf")])
+def test_impossible_first_values_are_refused(std: float) -> None:
+    with pytest.raises(ConfigError, match="table_std"):
+        resolve({"table_std": std})
+
+
+def test_a_row_that_the_table_does_not_have_is_named() -> None:
+    with pytest.raises(ModelError, match="there is no row 9 of weight, which has 9: they count from 0"):
+        _train(_table(), offset=1)
+
+
+def test_a_table_before_the_loop_says_where_it_can_be_used() -> None:
+    model = _table()
+    with pytest.raises(RallypointError, match="use it inside the run's loop"):
+        _use_early(model)
+
+
+def _use_early(model: torch.nn.Module) -> None:
+    with EmbeddedJob() as job:
+        job.train(model, DATA, batch=4, steps=1)
+        model(torch.tensor([1]))
+
+
+def test_a_model_of_nothing_but_tables_is_trained_and_gets_its_forward_back() -> None:
+    model = _table()
+    losses = _train(model, steps=60)
+    assert losses[-1] < 0.5 * losses[0]
+    assert "forward" not in vars(model)
+
+
+def _train(model: torch.nn.Embedding, offset: int = 0, steps: int = 4) -> list[float]:
+    losses = []
+    with EmbeddedJob() as job:
+        for micro in job.train(model, DATA, batch=12, steps=steps, seed=1, optimizer=rp.Adam(lr=0.1)):
+            with micro:
+                row, _ = micro.batch
+                loss = (model(torch.where(row == 8, row + offset, row)).sum(1) - 1).pow(2).mean()
+                losses.append(float(loss.detach()))
+                micro.backward(loss)
+    return losses

@@ -5,30 +5,36 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import resource
+import select
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from http.cookiejar import CookieJar
 from importlib.resources import files
 from pathlib import Path
 from shutil import which
 from urllib.request import HTTPCookieProcessor, Request, build_opener
 
+import psutil
 import pytest
 from starlette.testclient import TestClient
 from test_watch_state import PLAN, line, members, steps
+from typer.testing import CliRunner
 
+from rallypoint import cli
 from rallypoint.config import Audit, JobConfig, record_of
 from rallypoint.coordinator.fingerprints import FINGERPRINTS, FingerprintLog
 from rallypoint.coordinator.journal import Journal
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.protocol import Updated
+from rallypoint.core.protocol import Finished, Metrics, Updated
 from rallypoint.errors import UsageError
 from rallypoint.launch.observing.beside import facts_of, resolved_of
-from rallypoint.watch.app import HEADER, Page, served
+from rallypoint.watch import app
+from rallypoint.watch.app import HEADER, ComparisonPage, Page, Visitors, compared, served
 from rallypoint.watch.follow import EVENTS, Follower
 from support.page import in_thread
 
@@ -213,3 +219,151 @@ def test_the_command_prints_the_address_and_ends_at_ctrl_c_with_a_page_open(fold
         connection.close()
     assert "Traceback" not in rest
     assert process.returncode in (0, 130)
+
+
+# ---- who connects and says nothing keeps nobody out, and takes few files ----
+
+
+PATIENCE_S = 60
+
+
+@contextmanager
+def page(folder: Path) -> Iterator[tuple[str, int]]:
+    with served(folder, {}) as (address, server), in_thread(server):
+        host, port = address.removeprefix("http://").partition("/")[0].split(":")
+        yield host, int(port)
+
+
+def asked(where: tuple[str, int], path: str = "/healthz") -> int:
+    connection = http.client.HTTPConnection(*where, timeout=PATIENCE_S)
+    connection.request("GET", path)
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def ends(sock: socket.socket) -> bool:
+    """Wait until the other side has ended the connection."""
+    sock.settimeout(PATIENCE_S)
+    try:
+        while sock.recv(1 << 16):
+            continue
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: 127.0", b"POST /order HTTP/1.1\r\nHost: localhost\r\n"
+    b"Content-Length: 9\r\n\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET"])  # fmt: skip
+def test_who_asks_nothing_whole_is_cut_off_after_a_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(app, "ASK_S", 0.2)
+    with page(folder) as where, socket.create_connection(where) as silent:
+        silent.sendall(said)
+        assert ends(silent)
+        assert asked(where) == 200
+
+
+def test_who_does_not_read_the_answers_is_cut_off_after_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "READ_S", 0.2)
+    with served(folder, {}) as (address, server), in_thread(server):
+        where, token = address.removeprefix("http://").split("/?token=")
+        with socket.create_connection(("127.0.0.1", int(where.partition(":")[2])), PATIENCE_S) as deaf:
+            ask = f"GET /uplot.js HTTP/1.1\r\nHost: localhost\r\n{HEADER}: {token}\r\n\r\n"
+            deaf.sendall(ask.encode() * 500)
+            poll = select.poll()
+            poll.register(deaf, select.POLLRDHUP)  # not POLLIN: it reads nothing
+            assert poll.poll(1000 * PATIENCE_S)
+
+
+def test_of_many_who_ask_nothing_the_oldest_go(folder: Path) -> None:
+    with page(folder) as where, ExitStack() as stack:
+        crowd = [stack.enter_context(socket.create_connection(where)) for _ in range(2 * Visitors().most)]
+        assert asked(where) == 200
+        assert all(ends(silent) for silent in crowd[: Visitors().most])
+
+
+@pytest.mark.slow
+def test_a_page_in_a_process_with_few_files_outlives_a_crowd_and_says_little_of_it(folder: Path) -> None:
+    few = 200
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
+
+    command = [sys.executable, "-m", "rallypoint.cli", "watch", str(folder)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=limited
+    ) as process:
+        assert process.stdout is not None
+        host, port = process.stdout.readline().split()[-1].removeprefix("http://").partition("/")[0].split(":")
+        with ExitStack() as stack:
+            for _ in range(few + 50):
+                stack.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
+            assert asked((host, int(port))) == 200
+            assert psutil.Process(process.pid).num_fds() < few / 2
+        process.terminate()
+        assert len(process.stdout.readlines()) < 10
+
+
+# ---- the page that compares runs ----
+
+
+def run(folder: Path, last: int) -> Path:
+    folder.mkdir()
+    messages = [PLAN, members(), *steps(0, last), Metrics(last, {"val_loss": 0.5}), Finished("worker0")]
+    (folder / EVENTS).write_bytes(b"".join(line(float(t), message) for t, message in enumerate(messages)))
+    return folder
+
+
+@pytest.fixture
+def comparing(tmp_path: Path) -> TestClient:
+    followers = {name: Follower(run(tmp_path / name, last)) for name, last in (("a", 3), ("b", 5))}
+    for follower in followers.values():
+        follower.look()
+    settings = {"a": {"engine": "local", "optimizer.lr": "0.1"}, "b": {"engine": "local", "clip": "1.0"}}
+    page = ComparisonPage(followers, settings, "secret")
+    return TestClient(page.app, base_url="http://127.0.0.1:1234", follow_redirects=False)
+
+
+def test_it_tells_the_curves_of_each_run_and_the_settings_that_differ(comparing: TestClient) -> None:
+    assert comparing.get("/runs").status_code == 403
+    comparing.headers[HEADER] = "secret"
+    told = comparing.get("/runs").json()
+    first, second = told["runs"]
+    assert (first["name"], first["step"], second["step"], second["ended"]) == ("a", 3, 5, "finished")
+    assert first["curves"]["loss"] == {"step": [0, 1, 2], "mean": [5.0, 4.0, 3.0]}
+    assert second["curves"]["val_loss (evaluation)"] == {"step": [5], "mean": [0.5]}
+    assert first["settings"] == {"clip": "", "optimizer.lr": "0.1"}
+    assert second["settings"] == {"clip": "1.0", "optimizer.lr": ""}
+    assert comparing.get("/runs", params={"seen": told["state"]}).status_code == 204
+    assert comparing.get("/runs", params={"seen": "another"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["", "ask.js", "compare.js", "page.css", "uplot.js", "uplot.css"])
+def test_its_files_ask_nothing_of_the_internet(comparing: TestClient, path: str) -> None:
+    answer = comparing.get(f"/{path}")
+    assert answer.status_code == 200
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    if path != "uplot.js":
+        assert "http" not in answer.text.replace("http-equiv", "")
+
+
+def test_what_cannot_be_compared_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="name the folder of a run"), compared({"a": tmp_path}, {}):
+        pass
+    one = run(tmp_path / "a", 3)
+    assert "named twice" in str(CliRunner().invoke(cli.app, ["watch", str(one), str(one)]).exception)
+
+
+def test_two_runs_are_compared_in_the_terminal_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over ssh there is no browser. The learning rate is in the scripts, and the members have agreed on it."""
+    monkeypatch.setattr("rallypoint.cli.watching.resolved_of", lambda run: {"optimizer.lr": f"0.{ord(run.name)}"})
+    runs = [str(run(tmp_path / name, last)) for name, last in (("a", 3), ("b", 5))]
+    (tmp_path / "c").mkdir()  # runs/* names it too
+    closed = tmp_path / ("d" * 300)  # cannot be looked into, as another user's (root could)
+    result = CliRunner().invoke(cli.app, ["watch", *runs, str(tmp_path / "c"), str(closed), "--terminal"])
+    assert result.exit_code == 0, result.output
+    for said in ("optimizer.lr  0.97  0.98", "a  finished  step 3", "b  finished  step 5", "loss of a", "loss of b"):
+        assert said in result.output
+    assert f"left out, without events.jsonl: {tmp_path / 'c'}, {closed}" in result.output

@@ -29,7 +29,7 @@ from rallypoint.worker.exchange import locked as module
 from rallypoint.worker.exchange.exchange import Exchange, push_initial
 from rallypoint.worker.exchange.links import ExchangeContext, ServerLink
 from rallypoint.worker.exchange.locked import Rewound
-from support.beside import until
+from support.beside import Beside, until
 
 PATIENCE_S = 60.0
 LAYOUT = build_layout([TensorSpec("w", (48,), "float32", 0)], shard_bytes=64)
@@ -62,14 +62,19 @@ def _adopt(exchange: Exchange, view: View) -> None:
     exchange.adopt(view)
 
 
+def _exchange(transport: Any = None, **settings: Any) -> Exchange:
+    config = resolve({"replicas": 2, "steps": 9, "network.shard_bytes": 64, **settings})
+    context = ExchangeContext(credentials(), transport or InprocTransport(), Tracer("w"), lambda text: None)
+    return Exchange(LAYOUT, config, context)
+
+
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchange]:
     def only_when_told(changed: threading.Condition, ready: Callable[[], bool], *_: Any, **__: Any) -> None:
         changed.wait_for(ready)
 
     monkeypatch.setattr(module, "wait_until", only_when_told)
-    context = ExchangeContext(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
-    exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "network.shard_bytes": 64}), context)
+    exchange = _exchange()
     yield exchange
     exchange.finish()
     exchange.close()
@@ -112,11 +117,23 @@ def _install(exchange: Exchange, version: int) -> None:
     assert exchange.installed(version) == exchange.view.generation
 
 
-def test_a_worker_that_is_assigned_a_replica_of_the_very_step_it_holds(exchange: Exchange) -> None:
-    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
+def _hold_version_0(exchange: Exchange, replica: int = 0) -> None:
+    exchange.adopt(_view(1, {"w": (replica,), "x": (1 - replica,)}))
     exchange.arrivals.link_up(SERVER)
     _publish(exchange, 0)
     _install(exchange, 0)
+
+
+def _ends_with(exchange: Exchange, call: Callable[[], object]) -> type[BaseException]:
+    """The error of a call on another thread that waits when the job ends."""
+    with Beside(call) as waiting:
+        until(lambda: bool(exchange._locked.changed._waiters))  # type: ignore[attr-defined]
+        exchange.finish()
+        return type(waiting.outcome())
+
+
+def test_a_worker_that_is_assigned_a_replica_of_the_very_step_it_holds(exchange: Exchange) -> None:
+    _hold_version_0(exchange)
     exchange.adopt(_view(2, {"w": (), "x": (0, 1)}))  # it is left without, and follows no more
     waiting = _Waiting(exchange)
     exchange.adopt(_view(3, {"w": (0,), "x": (1,)}))  # and at the same step has one again
@@ -144,8 +161,7 @@ def test_an_encoded_version_longer_than_any_codec_writes_is_refused(exchange: Ex
     ],
 )
 def test_a_version_that_the_job_cannot_have_is_refused(sync: dict[str, str], wrong: dict[str, int]) -> None:
-    context = ExchangeContext(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
-    exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "network.shard_bytes": 64, "sync": sync}), context)
+    exchange = _exchange(sync=sync)
     _adopt(exchange, _view(1, {"w": (0,), "x": (1,)}))
     last = Header(Kind.VERSION, exchange.view.number, shard=0, length=64, step=9 if sync["type"] == "sync" else 18)
     try:
@@ -174,10 +190,7 @@ def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:
 
 
 def test_a_worker_whose_link_stands_again(exchange: Exchange) -> None:
-    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.arrivals.link_up(SERVER)
-    _publish(exchange, 0)
-    _install(exchange, 0)
+    _hold_version_0(exchange)
     exchange.arrivals.link_lost(SERVER, LinkError("cut"))
     waiting = _Waiting(exchange)
     exchange.arrivals.link_up(SERVER)
@@ -194,10 +207,7 @@ def _compute(exchange: Exchange, replica: int) -> None:
 
 def _begin_early(exchange: Exchange, replica: int) -> None:
     """The main thread is in a forward pass of step 1 that began early: nothing of version 1 is here yet."""
-    exchange.adopt(_view(1, {"w": (replica,), "x": (1 - replica,)}))
-    exchange.arrivals.link_up(SERVER)
-    _publish(exchange, 0)
-    _install(exchange, 0)
+    _hold_version_0(exchange, replica)
     _compute(exchange, replica)
     for shard in LAYOUT.shards:
         assert exchange.replica.claim(shard.index)
@@ -228,29 +238,13 @@ def test_a_worker_that_gets_a_lower_replica_in_a_step_that_it_began_early_sends_
 def test_a_job_that_ends_ends_the_wait_of_a_forward_pass(exchange: Exchange) -> None:
     """A worker that is set apart is not waited for: the job may end in the middle of its forward pass."""
     _begin_early(exchange, 0)
-    ends: list[BaseException] = []
-
-    def take() -> None:
-        try:
-            exchange.forward.take([0])
-        except BaseException as error:
-            ends.append(error)
-
-    thread = threading.Thread(target=take, daemon=True)
-    thread.start()
-    until(lambda: bool(exchange._locked.changed._waiters))  # type: ignore[attr-defined]
-    exchange.finish()
-    thread.join(PATIENCE_S)
-    assert [type(end) for end in ends] == [Rewound]
+    assert _ends_with(exchange, lambda: exchange.forward.take([0])) is Rewound
     exchange.replica.abandoned()
     assert exchange.next_action() is None
 
 
 def test_a_replica_is_not_begun_when_the_job_has_just_ended(exchange: Exchange) -> None:
-    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.arrivals.link_up(SERVER)
-    _publish(exchange, 0)
-    _install(exchange, 0)
+    _hold_version_0(exchange)
     assert exchange.next_action() == machine.Compute(0, 0)
     exchange.finish()
     assert exchange.replica.begin(0, 0) is None
@@ -259,34 +253,15 @@ def test_a_replica_is_not_begun_when_the_job_has_just_ended(exchange: Exchange) 
 
 def test_a_job_that_ends_ends_a_pull_of_rows(exchange: Exchange) -> None:
     """Also in an evaluation, which no roll-back ends."""
-    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.arrivals.link_up(SERVER)
-    _publish(exchange, 0)
-    _install(exchange, 0)
-    ends: list[BaseException] = []
-
-    def pull() -> None:
-        try:
-            exchange.rows.pull({0: (memoryview(bytes(4)), 64)})
-        except BaseException as error:
-            ends.append(error)
-
-    thread = threading.Thread(target=pull, daemon=True)
-    thread.start()
-    until(lambda: bool(exchange._locked.changed._waiters))  # type: ignore[attr-defined]
-    exchange.finish()
-    thread.join(PATIENCE_S)
-    assert [type(end) for end in ends] == [JobAborted]
+    _hold_version_0(exchange)
+    assert _ends_with(exchange, lambda: exchange.rows.pull({0: (memoryview(bytes(4)), 64)})) is JobAborted
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_slot_is_sent_only_on_the_link_that_it_was_queued_for(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:
-    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.arrivals.link_up(SERVER)
-    _publish(exchange, 0)
-    _install(exchange, 0)
+    _hold_version_0(exchange)
     _compute(exchange, 0)
     link, pushed = exchange._links.get("s"), []
 
@@ -342,11 +317,8 @@ class _Dead:
 
 def test_a_view_without_the_servers_of_a_dead_host_is_adopted_at_once() -> None:
     """The links to them are still connecting, which takes seconds and cannot be cut short."""
-    transport: Any = _Dead()
-    exchange = Exchange(
-        LAYOUT, resolve({"replicas": 2, "steps": 9, "network.shard_bytes": 64}),
-        ExchangeContext(credentials(), transport, Tracer("w"), lambda text: None),
-    )  # fmt: skip
+    transport = _Dead()
+    exchange = _exchange(transport)
     dead = tuple(Member(f"s{n}", "dead", f"dead:{n}", n) for n in range(1, 5))
     before = msgspec.structs.replace(
         _view(1, {"w": (0,), "x": (1,)}), servers=dead, primary={shard.index: "s1" for shard in LAYOUT.shards}
@@ -452,49 +424,33 @@ def _push(link: ServerLink, shard: int, rank: Rank = ()) -> None:
     link.push(Header(Kind.PUSH, shard=shard), memoryview(b""), lambda: None, rank)
 
 
+class _AtOnce(_Sending):
+    """One that sends each frame at once."""
+
+    def send(self, header: Header, *rest: Any, **more: Any) -> None:
+        super().send(header, *rest, **more)
+        self.goes()
+
+
 def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
-    sent: list[int] = []
-
-    class _Channel:
-        """Sends everything at once."""
-
-        connection = None
-
-        def send(
-            self, header: Header, payload: memoryview, sent_: Callable[[], None], *, rank: Rank = (),
-            left: Callable[[], None],
-        ) -> None:  # fmt: skip
-            sent.append(header.shard)
-            left()
-            sent_()
-
-    channel: Any = _Channel()
+    channel: Any = _AtOnce()
     link = _link(channel, window=2)
     for shard in range(5):
         _push(link, shard)
-    assert sent == [0, 1]
+    assert [shard for shard, _ in channel.frames] == [0, 1]
     link._credit(channel, 2)
-    assert sent == [0, 1, 2, 3]
+    assert [shard for shard, _ in channel.frames] == [0, 1, 2, 3]
     with pytest.raises(ProtocolError, match="gives 4294967295 credits for 2 contributions"):
         link._credit(channel, 2**32 - 1)  # at once: nobody counts that far
-    assert sent == [0, 1, 2, 3]
+    assert [shard for shard, _ in channel.frames] == [0, 1, 2, 3]
 
 
 def test_any_number_of_contributions_leaves_a_link_whose_channel_has_just_closed() -> None:
     """Each is dropped by the thread that sends it, and lets the next one go."""
-
-    class _Closed:
-        def send(
-            self, header: Header, payload: memoryview, sent: Callable[[], None], *, rank: Rank = (),
-            left: Callable[[], None],
-        ) -> None:  # fmt: skip
-            left()
-            sent()
-
     link, free = _link(_Sending(), window=9), []
     for shard in range(3000):
         link.push(Header(Kind.PUSH, shard=shard), memoryview(b""), partial(free.append, shard))
-    link._channel = _Closed()  # type: ignore[assignment]
+    link._channel = _AtOnce()  # type: ignore[assignment]
     link._busy = False
     link.overdraw(True)
     assert free == list(range(1, 3000))
@@ -519,10 +475,7 @@ def test_the_forward_pass_s_order_counts_from_the_end_of_the_backward_pass(
     exchange: Exchange, over: bool, order: list[int]
 ) -> None:
     """Until then they leave scattered: see `Pushes._rank`."""
-    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.arrivals.link_up(SERVER)
-    _publish(exchange, 0)
-    _install(exchange, 0)
+    _hold_version_0(exchange)
     channel: Any = _Sending()
     link = exchange._links.get("s")
     assert link is not None
@@ -553,11 +506,7 @@ def test_a_contribution_that_has_left_lets_the_next_one_go_only_with_credit() ->
 
 
 def test_a_link_that_is_closed_lets_go_of_what_waits_for_credit() -> None:
-    link = ServerLink(transport=InprocTransport(), server=SERVER, credentials=credentials(), window=1, receiver=_Deaf(),
-        view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
-    channel: Any = _Deaf()
-    link._up(channel)
-    free: list[int] = []
+    link, free = _link(_Deaf(), window=1), list[int]()
     for shard in range(3):
         link.push(Header(Kind.PUSH, shard=shard), memoryview(b""), lambda shard=shard: free.append(shard))  # type: ignore[misc]
     assert free == []  # the first is on its way, the others wait
@@ -610,9 +559,7 @@ def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(monk
         waiting = False
 
     monkeypatch.setattr(module, "wait_until", many_looks)
-    settings = {"replicas": 2, "steps": 9, "network.shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
-    context = ExchangeContext(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
-    exchange = Exchange(LAYOUT, resolve(settings), context)
+    exchange = _exchange(codec={"type": "topk", "ratio": 0.5})
     resets: list[bool] = []
     recalls: list[tuple[int, bool]] = []
     monkeypatch.setattr(exchange._encoder, "reset", lambda: resets.append(waiting))
@@ -644,9 +591,7 @@ def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(monk
 def with_codec_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Exchange, list[Header]]]:
     """The exchange of worker w, about to compute replica 0 of step 0; and what it has sent of codec states."""
     monkeypatch.setattr(module, "wait_until", lambda changed, ready, *_, **__: changed.wait_for(ready))
-    settings = {"replicas": 2, "steps": 9, "network.shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
-    context = ExchangeContext(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
-    exchange = Exchange(LAYOUT, resolve(settings), context)
+    exchange = _exchange(codec={"type": "topk", "ratio": 0.5})
     frames: list[Header] = []
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     monkeypatch.setattr(exchange._links.get("s"), "send_codec_state", lambda header, _: frames.append(header))
@@ -715,10 +660,7 @@ def test_copies_are_sent_once_on_a_connection_and_again_if_the_replica_went_and_
 
 def test_a_raw_shard_is_sent_without_a_look_at_the_encoder(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them asked whether the encoder is closed, also where no codec has a state."""
-    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.arrivals.link_up(SERVER)
-    _publish(exchange, 0)
-    _install(exchange, 0)
+    _hold_version_0(exchange)
     pushed: list[Header] = []
     monkeypatch.setattr(exchange._links.get("s"), "push", lambda header, *_, **__: pushed.append(header))
     exchange._encoder.close()
@@ -758,10 +700,7 @@ def test_a_beat_says_for_how_long_the_main_thread_has_waited_and_which_server_is
 
 def test_a_replica_that_is_computed_again_because_its_link_broke_does_not_end_the_waiting(exchange: Exchange) -> None:
     """A link over which only small frames pass comes back at once, again and again."""
-    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.arrivals.link_up(SERVER)
-    _publish(exchange, 0)
-    _install(exchange, 0)
+    _hold_version_0(exchange)
     progress = exchange._locked.progress
     for count in range(3):
         _compute(exchange, 0)

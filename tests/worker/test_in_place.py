@@ -29,7 +29,7 @@ from support import training
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
 
-from test_owned import OPTIMIZERS, SHARD, WORDS
+from test_averaged import IN_ROWS, OPTIMIZERS, WORDS
 
 DATA = torch.utils.data.TensorDataset(
     torch.randn(64, 30, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 3
@@ -371,7 +371,7 @@ def test_a_shard_in_place_has_the_state_of_one_that_is_sent_and_goes_on_from_it(
         pytest.skip("Muon steps whole matrices: they are sent")
     config = resolve({"replicas": 1, "batch": 1, "steps": 8, "optimizer": optimizer})
     pool, random = BufferPool(WORDS), torch.Generator().manual_seed(4)
-    sent = OwnedShard(SHARD, config, pool, Scratch())
+    sent = OwnedShard(IN_ROWS, config, pool, Scratch())
     values = torch.randn(WORDS, generator=random)
     first = pool.take()
     first.tensor.copy_(values)
@@ -380,7 +380,7 @@ def test_a_shard_in_place_has_the_state_of_one_that_is_sent_and_goes_on_from_it(
     def place(values: torch.Tensor) -> tuple[InPlace, InPlaceShard]:
         model = InPlace()
         model.parameters[0] = Pieces(part.clone() for part in values.split([300, 1, 450, 249]))
-        return model, InPlaceShard(SHARD, config, model, pool.take())
+        return model, InPlaceShard(IN_ROWS, config, model, pool.take())
 
     model, own = place(values)
     own.install(pool.take())

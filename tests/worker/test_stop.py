@@ -14,15 +14,11 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.tensors import weights_hash
+from support.training import small
 
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
 SETTINGS: dict[str, Any] = {"replicas": 2, "batch": 4, "optimizer": rp.SGD(lr=0.1)}
 Leaves = Callable[[Run, Micro], bool]
-
-
-def build() -> torch.nn.Module:
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
 
 
 def train(
@@ -30,7 +26,7 @@ def train(
     **settings: Any,
 ) -> tuple[str, int, bool, list[int]]:  # fmt: skip
     """Return the weights' hash, run.step, run.lead and the steps evaluated. `before`, `after`: leave the loop there."""
-    model, seen = build(), list[int]()
+    model, seen = small(), list[int]()
     with EmbeddedJob() as job:
         run = job.train(model, DATA, **{**SETTINGS, "steps": 12, **settings})
 
@@ -115,7 +111,7 @@ def test_a_round_of_local_steps_is_made_to_its_end() -> None:
 
 
 def test_what_is_computed_after_the_loop_uses_the_final_weights() -> None:
-    model = build()
+    model = small()
     with EmbeddedJob() as job:
         run = job.train(model, DATA, **SETTINGS, steps=12)
         for micro in run:
