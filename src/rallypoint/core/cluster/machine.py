@@ -145,7 +145,6 @@ class ClusterMachine:
 
     @property
     def record(self) -> JobRecord | None:
-        """The job's record; None before a worker has proposed one."""
         return self.course.record
 
     @property
