@@ -182,7 +182,6 @@ class EvaluationMetrics:
         return dict(known)
 
     def of(self, step: int) -> dict[str, float]:
-        """All metrics of that step; empty if there are none."""
         return dict(self._by_step.get(step, {}))
 
     def judged(self, course: Course) -> list[AddFigures]:

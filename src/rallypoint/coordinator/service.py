@@ -171,7 +171,6 @@ class CoordinatorService:
 
     @property
     def busy_s(self) -> float:
-        """For how many seconds it has handled one event."""
         return self._owner.busy_s
 
     def wait_for_scripts(self, longest_s: float) -> None:

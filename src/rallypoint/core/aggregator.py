@@ -577,7 +577,6 @@ class AggregatorShell(Generic[L]):
         return self.machine.server_up(server.id) if self._has(server) else []
 
     def server_lost(self, server: Member) -> list[Effect]:
-        """The link to a server has ended; it will be made again."""
         return self.machine.server_lost(server.id) if self._has(server) else []
 
     def arrived(self, shard: int, version: int, ticket: int, number: ViewNumber) -> list[Effect]:

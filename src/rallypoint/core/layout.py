@@ -176,7 +176,6 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def carried_by(replica: int) -> int:
-    """The group of the state that a replica carries."""
     return -2 - replica
 
 

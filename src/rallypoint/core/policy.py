@@ -53,7 +53,7 @@ class Policy(msgspec.Struct, frozen=True):
         return contributors if self.streaming else 0
 
     def admit(self, shard: ShardMachine, step: int, replica: int) -> Verdict:
-        """What to do with the contribution of `replica` to `step`, counted from the first one that contributes."""
+        """Decide about the contribution of `replica` to `step`, counted from the first one that contributes."""
         if replica >= shard.expected or step > shard.clock(replica):
             return Verdict.REJECT
         return Verdict.DROP if step < shard.clock(replica) or shard.knows(replica) else Verdict.ADD

@@ -542,7 +542,7 @@ class Capture(AnyMessage, frozen=True):
 
 class Finished(AnyMessage, frozen=True):
     """The job is done: all members may exit. The worker `lead` saves the model. For the rest see
-    `core.cluster.effects.Finish`."""
+    `core.cluster.effects.FinishJob`."""
 
     lead: str = ""
     stopped_at: int = -1

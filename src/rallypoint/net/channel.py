@@ -393,7 +393,6 @@ class Channel:
 
     @property
     def waiting_bytes(self) -> int:
-        """How many bytes of payloads wait to be sent."""
         with self._changed:
             return self._outbox.nbytes
 

@@ -421,7 +421,6 @@ class LastReports:
         return [msgspec.structs.replace(one, repeated=True) for one in self._reports if id(one) not in waiting]
 
     def forget(self) -> None:
-        """What this worker has said does not count any more."""
         self._reports = []
 
 

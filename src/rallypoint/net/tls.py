@@ -64,7 +64,7 @@ class _Direction:
         self._next_key, self._count = expand(key, b"next key"), 0
         self._cipher = AESGCM(expand(key, b"records"))
 
-    def next(self) -> tuple[AESGCM, bytes]:
+    def _next(self) -> tuple[AESGCM, bytes]:
         """The cipher and the nonce of the next record."""
         if self._count == KEY_LASTS:
             self._begin(self._next_key)
@@ -72,11 +72,11 @@ class _Direction:
         return self._cipher, (self._count - 1).to_bytes(_NONCE_BYTES, "little")
 
 
-class Writer:
+class Writer(_Direction):
     """Makes the records of one direction. Only one thread may use it."""
 
     def __init__(self, key: bytes) -> None:
-        self._direction = _Direction(key)
+        super().__init__(key)
         self._room = memoryview(bytearray(4 << 10))
 
     def seal(self, pieces: Sequence[bytes | memoryview]) -> memoryview:
@@ -89,17 +89,14 @@ class Writer:
             data = at + LENGTH_BYTES
             end = data + len(piece) + TAG_BYTES
             self._room[at:data] = len(piece).to_bytes(LENGTH_BYTES, "little")
-            cipher, nonce = self._direction.next()
+            cipher, nonce = self._next()
             cipher.encrypt_into(nonce, piece, self._room[at:data], self._room[data:end])
             at = end
         return self._room[:total]
 
 
-class Reader:
+class Reader(_Direction):
     """Opens the records of one direction. Only one thread may use it."""
-
-    def __init__(self, key: bytes) -> None:
-        self._direction = _Direction(key)
 
     def length_of(self, head: bytes | memoryview) -> int:
         """Return how many bytes of data the record has that begins like this. RecordError if none can be so long.
@@ -114,7 +111,7 @@ class Reader:
     def open(self, head: bytes | memoryview, sealed: memoryview, into: memoryview) -> None:
         """Decrypt the rest of a record `into` as many bytes as it has data. RecordError if anybody changed it: then
         nothing may read `into`."""
-        cipher, nonce = self._direction.next()
+        cipher, nonce = self._next()
         try:
             cipher.decrypt_into(nonce, sealed, head, into)
         except InvalidTag:

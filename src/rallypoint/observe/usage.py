@@ -53,7 +53,6 @@ class Usage:
 
 
 def can_read() -> bool:
-    """True if psutil is installed (the extra `watch`)."""
     return importlib.util.find_spec("psutil") is not None
 
 

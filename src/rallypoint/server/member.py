@@ -322,12 +322,10 @@ class ListeningMember(ABC):
 
     @property
     def busy_s(self) -> float:
-        """For how many seconds the owner has handled one event."""
         return self._owner.busy_s
 
     @property
     def view(self) -> View | None:
-        """The view that it has; None before the first."""
         return self._views.view
 
     def leave(self) -> None:

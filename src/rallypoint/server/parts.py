@@ -167,7 +167,6 @@ class LedgerEntries:
         self._arrivals[worker] = at
 
     def finished(self, shard: int, replicas: int) -> None:
-        """A shard's sum is finished, with the contributions of so many replicas."""
         self._added[shard] = replicas
 
     def told(self, shard: int, added: int) -> None:
@@ -175,7 +174,6 @@ class LedgerEntries:
         self._told[shard] = added
 
     def added(self, shard: int) -> int:
-        """The number of replicas in the shard's last finished sum."""
         return self._added.get(shard, 0)
 
     def enter(self, shard: int, step: int, *, primary: bool, norm: float | None = None) -> None:

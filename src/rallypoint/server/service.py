@@ -83,7 +83,6 @@ class ServerService(ListeningMember):
 
     @property
     def waiting(self) -> int:
-        """How many events wait for the owner of its shards."""
         return self._owner.waiting
 
     @property

@@ -71,7 +71,6 @@ class GradientSum:
         payload.release()
 
     def mean(self, total_weight: float) -> None:
-        """Multiply the sum by 1 / `total_weight`: the weighted mean."""
         if total_weight != 1.0:
             self.values.mul_(1.0 / total_weight)
 
@@ -80,7 +79,6 @@ class GradientSum:
         return norms_of(self.values)
 
     def first_not_finite(self) -> int:
-        """The first word that is not finite; -1 if all are."""
         return first_not_finite(self.values)
 
     def leave(self) -> Buffer:
@@ -320,7 +318,6 @@ class AveragedShard:
     # ---- versions ----
 
     def keeps(self, version: int) -> bool:
-        """Is that version's mean, or state, still here?"""
         return version in self._wire
 
     def raw(self, version: int) -> tuple[int, Buffer, int]:
@@ -342,7 +339,6 @@ class AveragedShard:
     # ---- the whole state ----
 
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
-        """AssertionError: workers hold the state, and store it."""
         raise AssertionError(f"shard {self.shard.index}: its state is the workers'")
 
     def digest(self, before: bytes) -> bytes:
@@ -492,7 +488,6 @@ class OwnedShard:
         self._wire.release()
 
     def keeps(self, version: int) -> bool:
-        """Is there a wire copy of `version`?"""
         return version in self._wire
 
     def named(self, header: Header) -> Header:

@@ -183,7 +183,6 @@ class SnapshotCapture:
             self._writer.put(waiting.pop(shard))
 
     def disowned(self, shard: int) -> None:
-        """This server no longer holds the shard."""
         self._to_copy.pop(shard, None)
 
     def abandon(self) -> None:

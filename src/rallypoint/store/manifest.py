@@ -84,7 +84,6 @@ class Manifest(msgspec.Struct, frozen=True):
             raise DamagedSnapshot(f"snapshot {self.id} is damaged: its job record is wrong: {error}") from None
 
     def missing(self) -> list[int]:
-        """Return the shards of the job's layout that the snapshot lacks."""
         return [shard.index for shard in self.job.layout.shards if shard.index not in self.shards]
 
 

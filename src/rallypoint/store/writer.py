@@ -91,7 +91,6 @@ class SnapshotWriter:
         return self._part is not None and not self._part.over and self._part.unwritten < AHEAD_BYTES
 
     def copy(self, record: ShardRecord) -> ShardRecord:
-        """Return a copy of the record, to be `put`, in memory that is reused afterwards."""
         return self._staging.copy(record)
 
     def put(self, record: ShardRecord) -> None:

@@ -76,7 +76,6 @@ class Membership:
         return self.incarnations
 
     def is_taken(self, id: str, role: str) -> bool:
-        """True if there is a member of that id and role."""
         return id in self._of(role)
 
     def role_of(self, id: str) -> str:

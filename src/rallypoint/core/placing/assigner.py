@@ -111,7 +111,6 @@ class Assigner:
             self._trial.computed(step, replicas, now)
 
     def forget(self, worker: str) -> None:
-        """Drop what is known of a worker that is gone."""
         self._speeds.forget(worker)
 
     def others_compute(self) -> None:

@@ -58,7 +58,6 @@ class Speeds:
         return max((len(own) / rates.get(worker, 1.0) for worker, own in assigned.items()), default=0.0)
 
     def known(self, assigned: Mapping[str, Sequence[int]]) -> bool:
-        """True if the speed of every worker with replicas is known."""
         return all(len(self._seconds.get(worker, ())) >= _ENOUGH for worker, own in assigned.items() if own)
 
     def fade(self, assigned: Mapping[str, Sequence[int]], now: float) -> None:

@@ -52,7 +52,6 @@ class Opinions:
 
     @property
     def replicas(self) -> list[int]:
-        """The replicas whose contribution waits for another opinion."""
         return sorted(self._of)
 
     def hear(self, event: Contribute) -> tuple[bool, list[Effect]]:

@@ -30,7 +30,6 @@ class Chain:
 
     @property
     def added(self) -> int:
-        """The number of replicas whose contribution is in the sum."""
         return len(self.contributions)
 
     @property
@@ -52,7 +51,6 @@ class Chain:
         return [(contribution.step, contribution.replica) for contribution in self.contributions]
 
     def knows(self, replica: int) -> bool:
-        """True if this replica's contribution is in the sum."""
         return any(contribution.replica == replica for contribution in self.contributions)
 
     def fault(self, contribution: Contribute) -> str:

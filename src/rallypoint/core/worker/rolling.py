@@ -117,7 +117,6 @@ class RollingMachine(SlotMachine):
     # ---- events ----
 
     def handle(self, event: Event) -> list[Effect]:
-        """Take one event; return the effects, to be run in order."""
         match event:
             case Filled(shard=shard):
                 return self._filled(shard)

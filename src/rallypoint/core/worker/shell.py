@@ -295,7 +295,6 @@ class WorkerShell:
 
     @property
     def number(self) -> ViewNumber:
-        """The number of the view in force; 0.0 before the first."""
         return self._view.number if self._view is not None else ViewNumber()
 
     def links_to_end(self, view: View) -> list[str] | None:

@@ -43,7 +43,6 @@ class Slots(list[Slot]):
 
     @property
     def unsent(self) -> list[int]:
-        """The shards whose gradient is queued and has not been sent."""
         return [shard for shard, slot in enumerate(self) if slot is Slot.QUEUED]
 
     def queue(self, shard: int) -> int:
@@ -525,7 +524,6 @@ class SlotMachine(ABC):
 
     @property
     def computing(self) -> bool:
-        """True while the main thread computes a replica."""
         return self._computing is not None
 
     @property

@@ -131,7 +131,6 @@ class StreamMachine(SlotMachine):
     # ---- events ----
 
     def handle(self, event: Event) -> list[Effect]:
-        """Take one event; return the effects, to be run in order."""
         match event:
             case Filled(shard=shard):
                 return self._filled(shard)

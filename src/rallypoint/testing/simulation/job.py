@@ -79,7 +79,6 @@ class SimulatedJob:
 
     @cached_property
     def table_shards(self) -> frozenset[int]:
-        """The parts of the table: the last shards but those of buffers."""
         return frozenset(range(self.shards - self.buffers - self.tables, self.shards - self.buffers))
 
     @cached_property

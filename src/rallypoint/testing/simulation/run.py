@@ -380,7 +380,6 @@ def _ended_earlier(plan: Plan, planned: ScriptStops, view: View | None) -> Plan:
 
 
 def play(plan: Plan) -> Result:
-    """Play a plan; SimulationFailed when something is wrong."""
     return Simulation(plan).run()
 
 

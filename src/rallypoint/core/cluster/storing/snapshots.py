@@ -32,7 +32,6 @@ class Snapshots:
 
     @property
     def taking(self) -> SnapshotInProgress | None:
-        """The snapshot in progress; None if there is none."""
         return self.duty.taking
 
     @property

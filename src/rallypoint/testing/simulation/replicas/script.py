@@ -101,5 +101,4 @@ class Undisturbed:
             self.decided = self.decided.after(self._rules, version, {"figure": figure_of(model)}, following)
 
     def rate(self, step: int) -> int:
-        """How often the learning rate of the update of that step is reduced."""
         return reductions_at(self.decided.reductions, step)
