@@ -14,6 +14,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -314,36 +315,23 @@ class SumWorker:
             self._say(self.made, self.nbytes)
 
 
-class PendingSum:
+class PendingSum(Future[None]):
     """A sum that is under way."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self._error: BaseException | None = None
-        self._then: Callable[[BaseException | None], None] | None = None
-        self._lock = threading.Lock()
 
     def ended(self, error: BaseException | None) -> None:
         """It is here (None), or it failed. Called once."""
-        with self._lock:
-            self._error, then = error, self._then
-            self._event.set()
-        if then is not None:
-            then(error)
+        if error is None:
+            self.set_result(None)
+        else:
+            self.set_exception(error)
 
-    def then(self, call: Callable[[BaseException | None], None]) -> None:
+    def then(self, call: Done) -> None:
         """Call `call` when it has ended, on the thread of the sums; at once if it has ended already."""
-        with self._lock:
-            over = self._event.is_set()
-            self._then = call
-        if over:
-            call(self._error)
+        self.add_done_callback(lambda _: call(self.exception()))
 
     def wait(self) -> None:
         """Wait for the sum. Raises JobAborted when it failed."""
-        self._event.wait()
-        if self._error is not None:
-            raise self._error
+        self.result()
 
 
 # ---- A job of sums: joined by a script that has a loop of its own, from its first sum to its end ----

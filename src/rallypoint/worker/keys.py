@@ -166,15 +166,16 @@ class KeyReading:
     """A pull of one key: what is asked of each shard, and where its answer belongs in a tensor of `shape`.
 
     `places`: by shard, the positions of its values among all that is asked for, seen as a matrix whose rows have
-    `columns` elements.
+    `columns` elements. Of rows, each is asked for once, and given wherever it is named: `inverse` has its place for
+    each name.
     """
 
     def __init__(
         self, name: str, shape: tuple[int, ...], places: Mapping[int, slice | torch.Tensor], columns: int = 1,
-        payloads: Mapping[int, memoryview] | None = None,
+        payloads: Mapping[int, memoryview] | None = None, inverse: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.name, self._shape, self._places, self._columns = name, shape, places, columns
-        self._payloads = payloads or {}
+        self._payloads, self._inverse = payloads or {}, inverse
 
     @property
     def wanted(self) -> Wanted:
@@ -195,14 +196,11 @@ class KeyReading:
         values = torch.empty(count, self._columns, dtype=torch.float32, device="cpu")  # whatever the script's defaults
         for shard, data in parts.items():
             values[self._places[shard]] = torch.frombuffer(data, dtype=torch.float32).view(-1, self._columns)
-        value = self._arranged(values).view(self._shape)
+        value = (values if self._inverse is None else values[self._inverse]).view(self._shape)
         if out is None:
             return value
         with torch.no_grad():
             return out.copy_(value)
-
-    def _arranged(self, values: torch.Tensor) -> torch.Tensor:
-        return values
 
 
 def _count(place: slice | torch.Tensor) -> int:
@@ -260,7 +258,7 @@ class StoreWaits:
 
     def until(
         self, ready: Callable[[], bool], describe: Callable[[], str], generation: int | None = None, *,
-        of: tuple[Sequence[int], Iterable[int]] = ((), ()), then: Callable[[], Sequence[Effect]] | None = None,
+        of: tuple[Sequence[int], Iterable[int]] = ((), ()), then: Callable[[], Sequence[Effect] | None] | None = None,
     ) -> None:  # fmt: skip
         """Wait until it is ready, then do something (`then`), under one lock. `generation`: by default the thread's.
 
@@ -275,7 +273,7 @@ class StoreWaits:
             if not ready():
                 return exchange.machine.watch(shards, contributors)
             done.append(True)
-            return () if then is None else then()
+            return then() or () if then is not None else ()
 
         try:
             while not done:
@@ -338,12 +336,10 @@ class Pull:
         """
         self._reading.check(out)
         parts: dict[int, bytearray] = {}
-
-        def take() -> Sequence[Effect]:
-            parts.update({s: asked.value[1] for s, asked in self._requests.items() if asked.value is not None})
-            return ()
-
-        self._waiting.until(self._here, lambda: f"a value of key {self._reading.name}", self._generation, then=take)
+        self._waiting.until(
+            self._here, lambda: f"a value of key {self._reading.name}", self._generation,
+            then=lambda: parts.update({s: one.value[1] for s, one in self._requests.items() if one.value is not None}),
+        )  # fmt: skip
         return self._reading.filled(parts, out)
 
     def _here(self) -> bool:
@@ -404,7 +400,7 @@ class TableKey:
         unique, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
         places = {shard: place for shard, place in self._split(unique).items() if len(place)}
         payloads = {shard: encode_ids(unique[place] // len(self._parts)) for shard, place in places.items()}
-        return RowsReading(self.name, (*ids.shape, self.shape[1]), places, payloads, inverse)
+        return KeyReading(self.name, (*ids.shape, self.shape[1]), places, self.shape[1], payloads, inverse)
 
     def _split(self, unique: torch.Tensor) -> dict[int, torch.Tensor]:
         """For each part: the positions of its rows among these row numbers, which ascend."""
@@ -427,20 +423,6 @@ class TableKey:
             wrong, most = int(ids.min()) if int(ids.min()) < 0 else int(ids.max()), self.shape[0]
             raise UsageError(f"there is no row {wrong} of key {self.name}, which has {most}: they count from 0")
         return ids
-
-
-class RowsReading(KeyReading):
-    """A pull of rows. Each is asked for once, and given wherever it is named: `inverse` has its place for each name."""
-
-    def __init__(
-        self, name: str, shape: tuple[int, ...], places: Mapping[int, torch.Tensor], payloads: Mapping[int, memoryview],
-        inverse: torch.Tensor,
-    ) -> None:  # fmt: skip
-        super().__init__(name, shape, places, shape[-1], payloads)
-        self._inverse = inverse
-
-    def _arranged(self, values: torch.Tensor) -> torch.Tensor:
-        return values[self._inverse]
 
 
 # ---- The store ----
@@ -507,13 +489,11 @@ class KeyStore:
         """
         shards, one = self._key(name).shards, self._contributor(contributor)
         found: list[int] = []
-
-        def take() -> Sequence[Effect]:
-            found.append(self._next(shards, one))
-            return ()
-
         self._until_known(name, shards, one)
-        self._waiting.until(lambda: self._known(shards, one), lambda: f"the first value of key {name}", then=take)
+        self._waiting.until(
+            lambda: self._known(shards, one), lambda: f"the first value of key {name}",
+            then=lambda: found.append(self._next(shards, one)),
+        )  # fmt: skip
         return found[0]
 
     def push(
@@ -565,14 +545,10 @@ class KeyStore:
         if step is None:
             mine = range(self._exchange.config.replicas)
             parts: dict[int, bytearray] = {}
-
-            def take() -> Sequence[Effect]:
-                parts.update(self._exchange.with_pushes(shards))
-                return ()
-
             self._waiting.until(
                 lambda: all(self._exchange.machine.counts(shards, one) for one in mine),
-                lambda: f"this worker's pushes to key {name} to count", of=(shards, mine), then=take,
+                lambda: f"this worker's pushes to key {name} to count", of=(shards, mine),
+                then=lambda: parts.update(self._exchange.with_pushes(shards)),
             )  # fmt: skip
             if parts:
                 return reading.filled(parts, out)
@@ -639,13 +615,10 @@ class KeyStore:
         Raises StoreRolledBack when keys went back to a snapshot: what this worker has pushed since is lost.
         """
         exchange, told = self._exchange, list[tuple[int, ViewNumber]]()
-        unfinished = exchange.machine.unfinished
-
-        def tell() -> Sequence[Effect]:
-            told.append((exchange.rolled_back, exchange.view.generation))
-            return ()
-
-        self._waiting.until(lambda: not unfinished(), self._last, then=tell)
+        self._waiting.until(
+            lambda: not exchange.machine.unfinished(), self._last,
+            then=lambda: told.append((exchange.rolled_back, exchange.view.generation)),
+        )  # fmt: skip
         self._done(told[0][1])
         try:
             exchange.wait(lambda: exchange.finished, lambda: "the other workers to finish", told[0][0])
