@@ -75,9 +75,9 @@ class BufferVersions:
         """The model has had a version, and may have computed since."""
         if self._updates > 0:
             raise JobAborted(NO_SNAPSHOT)
-        if self._parts.config.down != Raw():
+        if self._rounds:
             raise JobAborted(
-                "the servers' state is lost, and here the first weights are rounded, as `down` sends them: start again"
+                "the servers' state is lost, and here the first weights are rounded, by `down` or `hold`: start again"
             )
         self._parts.source.show_version()
         self.restore_buffers()
