@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rallypoint.codec.spec import Bf16, TopK
+from rallypoint.codec.spec import Bf16, Raw, TopK
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps
 from rallypoint.core.protocol import Aborted, Applied, Members, Report, Snapshotted, SnapshotWanted
@@ -358,9 +358,12 @@ def test_a_model_that_has_an_update_is_not_taken_for_the_first_weights(settings:
             worker.result()
 
 
-def test_first_weights_that_came_back_rounded_are_not_taken_for_the_first_ones() -> None:
+@pytest.mark.parametrize(
+    "settings", [{"down": Bf16()}, {"down": Raw(), "precision": "bf16", "memory.hold": "bf16"}], ids=["down", "hold"]
+)
+def test_first_weights_that_came_back_rounded_are_not_taken_for_the_first_ones(settings: dict[str, Any]) -> None:
     with gathering(1) as cluster:
-        worker = cluster.add_worker(loss=lose_the_only_server_in(cluster, 1), down=Bf16())
+        worker = cluster.add_worker(loss=lose_the_only_server_in(cluster, 1), **settings)
         with pytest.raises(JobAborted, match=r"the servers' state is lost, and here the first weights are rounded"):
             worker.result()
 

@@ -76,7 +76,7 @@ def meant(system: Any, path: str, suffix: str) -> list[File]:
     Raises DataError as `patiently`.
     """
     first = min((at for at in map(_plain(system, path).find, "*[?") if at >= 0), default=None)
-    if first is None:
+    if first is None or (type(system) is LocalFileSystem and os.path.exists(path)):  # a name may have brackets in it
         about = patiently(lambda: system.info(path), path)
         found = _listed(about, path, _last(_plain(system, path)))
         page = about.get("mimetype") == "text/html" and not path.endswith(suffix)  # with links, as a web server lists

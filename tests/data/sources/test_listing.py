@@ -59,6 +59,16 @@ def test_the_files_that_are_meant(below: str, names: list[str], store: type[Fail
             assert data.endswith(file.name)
 
 
+def test_brackets_in_the_name_of_what_is_there_are_no_pattern(tmp_path: Path) -> None:
+    """As in a folder that is called after a setting."""
+    inside = tmp_path / "run[seed=1]" / "part[0].tar"
+    inside.parent.mkdir()
+    inside.write_text("whole")
+    for given in (inside.parent, inside):
+        (found,) = StoredFiles().found(given, ".tar")
+        assert (found.name, StoredFiles().read(found, 0, found.size)) == ("part[0].tar", b"whole")
+
+
 @pytest.mark.parametrize("below", ["", "/**/*.tar"])
 def test_a_listing_that_fails_costs_no_file(below: str, store: type[FailingStore]) -> None:
     store.refused = 2

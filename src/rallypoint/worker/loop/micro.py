@@ -62,7 +62,7 @@ class BufferVersions:
             if self._updates >= 0:
                 if self._updates > 0:
                     raise JobAborted(NO_SNAPSHOT)
-                if self._parts.config.down != Raw():
+                if self._rounds:
                     raise JobAborted(
                         "the servers' state is lost, and here the first weights are rounded, as `down` sends them: "
                         "start again"
