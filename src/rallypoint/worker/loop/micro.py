@@ -64,7 +64,7 @@ class BufferVersions:
                     raise JobAborted(NO_SNAPSHOT)
                 if self._rounds:
                     raise JobAborted(
-                        "the servers' state is lost, and here the first weights are rounded, as `down` sends them: "
+                        "the servers' state is lost, and here the first weights are rounded, by `down` or `hold`: "
                         "start again"
                     )
                 self._parts.source.show_version()
