@@ -12,7 +12,7 @@ import pytest
 
 from rallypoint.core.cluster import view_sequence
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Effect, Tell
+from rallypoint.core.cluster.effects import Effect, SendTo
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
@@ -65,14 +65,15 @@ def test_workers_and_servers_come_and_go_by_order_whatever_fails(policy: Mode) -
 
 def _dismissed_at_once(self: Succession) -> list[Effect]:
     """Who was told to go may, with what it holds."""
-    return [Tell(server, Finished()) for server in self.course.members.servers if server in self.course.members.leaving]
+    members = self.course.members
+    return [SendTo(server, Finished()) for server in members.servers if server in members.leaving]
 
 
 def _everybody_may_go(self: Succession) -> list[Effect]:
     """Who holds nothing is sent home, whether or not it was told to go."""
     view, members = self.course.view, self.course.members
     held = set() if view is None else {*view.primary.values(), *view.backup.values()}
-    return [Tell(server, Finished()) for server in members.servers if server not in held]
+    return [SendTo(server, Finished()) for server in members.servers if server not in held]
 
 
 _state = Course.state
