@@ -25,7 +25,7 @@ from rallypoint.core.aggregator import BlockSum
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.cluster import evaluations
 from rallypoint.core.cluster.effects import Effect as ClusterEffect
-from rallypoint.core.cluster.effects import FindSnapshot, Tell
+from rallypoint.core.cluster.effects import FindSnapshot, SendTo
 from rallypoint.core.cluster.recovery import WorkersHoldState
 from rallypoint.core.cluster.state import Origin
 from rallypoint.core.cluster.succession import Succession
@@ -304,7 +304,7 @@ _RESIZED = [seed for seed in range(300) if any(fault.kind == "resize" for fault 
 @planted("sync", Succession, "dismiss", "is dismissed, and has shards", _RESIZED)
 def _dismissed_at_once(self: Succession) -> list[ClusterEffect]:
     """Who was told to go may, with what it holds."""
-    return [Tell(server, Finished()) for server in self.course.members.servers if server in self.course.members.leaving]
+    return [SendTo(server, Finished()) for server in self.course.members.servers if server in self.course.members.leaving]
 
 
 @planted("sync", Succession, "dismiss", "is dismissed, and was not told to go", _RESIZED)
@@ -312,7 +312,7 @@ def _everybody_may_go(self: Succession) -> list[ClusterEffect]:
     """Who holds nothing is sent home, whether or not it was told to go."""
     view, members = self.course.view, self.course.members
     held = set() if view is None else {*view.primary.values(), *view.backup.values()}
-    return [Tell(server, Finished()) for server in members.servers if server not in held]
+    return [SendTo(server, Finished()) for server in members.servers if server not in held]
 
 
 @planted("uneven", view_change, "all", seeds=60)

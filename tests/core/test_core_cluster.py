@@ -63,7 +63,8 @@ def _terms(workers: int = 2, servers: int = 2, **others: Any) -> Terms:
 
 def _of(kind: type, effects: Sequence[Effect]) -> list[Any]:
     """The effects of this kind, or that send a message of it."""
-    return [effect for effect in effects if isinstance(effect.message if isinstance(effect, fx.Tell) else effect, kind)]
+    said = [(effect.message if isinstance(effect, fx.SendTo) else effect, effect) for effect in effects]
+    return [effect for what, effect in said if isinstance(what, kind)]
 
 
 def beat(member: str, *said: Any, **more: Any) -> From:
@@ -380,7 +381,7 @@ def test_a_record_of_workers_that_leave_before_the_first_view_is_sent_to_nobody_
     assert _of(protocol.Prepare, job.join("s0")) == []
     job.play(Left("w0", "it has left"))
     job.join("w1")
-    assert _of(protocol.Prepare, job.play(From("w1", Propose(RECORD)))) == [fx.Tell("s0", protocol.Prepare(RECORD))]
+    assert _of(protocol.Prepare, job.play(From("w1", Propose(RECORD)))) == [fx.SendTo("s0", protocol.Prepare(RECORD))]
 
 
 def test_a_worker_that_returns_while_the_job_gathers_again_is_not_sent_the_view_of_those_who_left() -> None:
@@ -503,7 +504,7 @@ def test_a_server_that_was_told_to_go_is_let_go_once_all_of_its_shards_are_elsew
     assert {job.view.backup[shard] for shard in held} == {"s0"}  # being filled
     assert job.view.shards_of("s1") == held
     effects = job.all_caught_up()
-    assert _of(protocol.Finished, effects) == [fx.Tell("s1", protocol.Finished())]
+    assert _of(protocol.Finished, effects) == [fx.SendTo("s1", protocol.Finished())]
     assert set(job.view.primary.values()) == {"s0"}
     generation = job.view.generation
     effects = job.play(Left("s1", "it closed its connection"))
@@ -586,7 +587,7 @@ def test_a_coordinator_that_takes_over_goes_on_with_a_drain_when_the_server_says
     job.play(Tick(job.now))
     assert _of(protocol.Finished, job.play(From("s1", Leaving()))) == []  # s0 does not hold its shards yet
     assert {job.view.backup[shard] for shard in job.view.shards_of("s1")} == {"s0"}
-    dismissed = [fx.Tell("s1", protocol.Finished())]
+    dismissed = [fx.SendTo("s1", protocol.Finished())]
     assert _of(protocol.Finished, job.all_caught_up()) == dismissed
     assert _of(protocol.Finished, job.play(From("s1", Leaving()))) == dismissed  # should the first one have been lost
     assert job.view.generation == before.view.generation
@@ -764,14 +765,14 @@ def test_an_idle_worker_is_asked_for_a_straggler_s_replicas_once_and_only_where_
     before = job.view
     done = [job.tick(0.3) for _ in range(3)]
     asked = [_of(protocol.Assist, effects) for effects in done]
-    to_ask = [[fx.Tell("w1", protocol.Assist(4, replica))] for replica in (1, 0)]
+    to_ask = [[fx.SendTo("w1", protocol.Assist(4, replica))] for replica in (1, 0)]
     assert asked == ([*to_ask, []] if wanted else [[], [], []])
     if not wanted:
         assert job.view == before
         return
     for effects in done[:2]:  # servers hear of it before the worker can contribute it
         kinds = [type(effect) for effect in effects]
-        assert kinds.index(PublishView) < kinds.index(fx.Tell)
+        assert kinds.index(PublishView) < kinds.index(fx.SendTo)
     assert 1 in job.view.contributors["w1"]
     assert msgspec.structs.replace(job.view, number=before.number, contributors=before.contributors) == before
 
@@ -1148,7 +1149,7 @@ def test_members_that_outlived_the_coordinator_keep_their_incarnation_and_get_th
     job = _again(old)
     assert job.machine.phase is Phase.RUNNING
     assert job.view == old.view
-    missed = [fx.Tell("s1", protocol.Prepare(RECORD))]  # the server may have
+    missed = [fx.SendTo("s1", protocol.Prepare(RECORD))]  # the server may have
     for name, prepare in (("w0", []), ("s1", missed)):
         assert job.join(name, incarnation=old.incarnations[name]) == [
             fx.Admit(name, old.incarnations[name]), *prepare, PublishView(old.view, (name,)),

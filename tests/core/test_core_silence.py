@@ -93,7 +93,7 @@ def test_a_connection_that_times_out_is_no_departure() -> None:
     assert _silence(job, 1.5, heard=["s1", "w1"]) == []
     effects = _back(job, "s0", "w0")
     assert effects == [
-        Admit("s0", job.incarnations["s0"]), fx.Tell("s0", Prepare(RECORD)), PublishView(view, ("s0",)),
+        Admit("s0", job.incarnations["s0"]), fx.SendTo("s0", Prepare(RECORD)), PublishView(view, ("s0",)),
         Admit("w0", job.incarnations["w0"]), PublishView(view, ("w0",)),
     ]  # fmt: skip
     assert job.play(From("w0", Propose(RECORD))) == []

@@ -302,7 +302,7 @@ class CoordinatorShell:
             case cluster_effects.Refuse(member=member, reason=reason, final=final):
                 connection = self.members.pop(member, None)
                 return [] if connection is None else [RefuseConnection(connection, reason, final)]
-            case cluster_effects.Tell(member=member, message=message):
+            case cluster_effects.SendTo(member=member, message=message):
                 return self._send(message, member)
             case cluster_effects.Admit(member=member, incarnation=incarnation):
                 admitted = self._tickets.admitted(member, incarnation, self.machine.course.members.role_of(member))

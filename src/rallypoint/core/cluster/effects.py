@@ -20,7 +20,7 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendTo:
     """Send a message to this member: the job's record, a straggler's replica, or that a server may go as it was told.
     """
 
@@ -82,7 +82,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 Effect = (
-    Refuse | Tell | Admit | PublishView | Capture | Commit | FindSnapshot | Note | FinishJob | Abort
+    Refuse | SendTo | Admit | PublishView | Capture | Commit | FindSnapshot | Note | FinishJob | Abort
     | Say | Held | SnapshotEvery
 )  # fmt: skip
 # (`Capture` goes to its writers, the other messages to all observers)

@@ -22,7 +22,7 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.auditing import Auditing, probed
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course, check_course, uploads
-from rallypoint.core.cluster.effects import Abort, Admit, Effect, FinishJob, PublishView, Refuse, Tell
+from rallypoint.core.cluster.effects import Abort, Admit, Effect, FinishJob, PublishView, Refuse, SendTo
 from rallypoint.core.cluster.evaluations import Decisions
 from rallypoint.core.cluster.operator import follow, waiting_for
 from rallypoint.core.cluster.reach import Reach, Silence, disagrees, disproved, set_apart, take_beat
@@ -275,7 +275,7 @@ class ClusterMachine:
         course.recovery.gone(member.id)  # the state that a process of this id had is gone with that process
         effects.append(Admit(member.id, members.join(member, role, event.process)))
         if role != "worker" and course.record is not None and course.phase is not Phase.GATHERING:
-            effects.append(Tell(member.id, Prepare(course.record)))
+            effects.append(SendTo(member.id, Prepare(course.record)))
         effects += course.dismiss_aggregators()
         if course.phase is Phase.GATHERING:
             return [*effects, *self._begin_when_gathered()]
@@ -295,7 +295,7 @@ class ClusterMachine:
         effects: list[Effect] = [Admit(member.id, member.incarnation)]
         proposes = course.phase is Phase.GATHERING or member.id in course.members.workers
         if course.record is not None and not proposes:
-            effects.append(Tell(member.id, Prepare(course.record)))
+            effects.append(SendTo(member.id, Prepare(course.record)))
         if self.view is not None and course.phase is not Phase.GATHERING:  # else the next view begins the job anew
             effects.append(PublishView(self.view, (member.id,)))
             effects += self._succession.advance()  # while it was away, nothing moved
@@ -326,7 +326,7 @@ class ClusterMachine:
         refused, begins = course.dismiss_aggregators(), self._succession.begin()
         if course.phase is Phase.GATHERING:
             return [*refused, *begins]  # all who could begin are leaving: nobody is sent the record, it may be dropped
-        prepare = [Tell(member, Prepare(course.job)) for member in (*members.servers, *members.aggregators)]
+        prepare = [SendTo(member, Prepare(course.job)) for member in (*members.servers, *members.aggregators)]
         return [*refused, *prepare, *begins]
 
     def _left(self, member: str, reason: str) -> list[Effect]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Effect, FindSnapshot, Note, PublishView, Tell
+from rallypoint.core.cluster.effects import Abort, Effect, FindSnapshot, Note, PublishView, SendTo
 from rallypoint.core.cluster.evaluations import lease_noted, rolled_back, wanted_lease
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker
 from rallypoint.core.cluster.state import NO_SERVER, Phase
@@ -207,7 +207,7 @@ class Succession:
         worker, *at = found
         view = course.views.with_backup_task(worker, at[1])  # servers have to know of it before it contributes
         published = [] if view is None else self._publish(view, abandon=False)
-        return [*published, Tell(worker, Assist(*at))]
+        return [*published, SendTo(worker, Assist(*at))]
 
     def _place_if_uneven(self) -> list[Effect]:
         course, members = self.course, self.course.members
@@ -383,11 +383,11 @@ class Succession:
         members, needed = self.course.members, self._needed()
         if self.course.view is None:
             return []
-        return [Tell(server, Finished()) for server in members.servers if server in members.leaving - needed]
+        return [SendTo(server, Finished()) for server in members.servers if server in members.leaving - needed]
 
     def after_losses(self, effects: list[Effect]) -> list[Effect]:
         """Return the effects of several losses at once, without those that only the last one makes wrong."""
-        phase, spared = self.course.phase, [Tell(server, Finished()) for server in self._needed()]
+        phase, spared = self.course.phase, [SendTo(server, Finished()) for server in self._needed()]
         # A server that could go after one loss may be needed after the next
         kept = [effect for effect in effects if effect not in spared]
         # When all have gone, a view of those who were given up is for nobody
