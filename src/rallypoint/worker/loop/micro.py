@@ -119,7 +119,7 @@ class BufferVersions:
         return generation
 
     def ended(self, version: int) -> None:
-        """The model holds the job's last version: from now on exactly. (Where workers step, they all have what came.)"""
+        """The model holds the job's last version: from now on exactly. (Where workers step, all have what came.)"""
         may_be_rounded = self._rounds and self._exchange.end.is_early and self._parts.optimizer is None
         if may_be_rounded and (vector := self._exchange.exactly(version)) is not None:
             self._held.before_install(last=True)
