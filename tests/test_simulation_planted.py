@@ -304,7 +304,8 @@ _RESIZED = [seed for seed in range(300) if any(fault.kind == "resize" for fault 
 @planted("sync", Succession, "dismiss", "is dismissed, and has shards", _RESIZED)
 def _dismissed_at_once(self: Succession) -> list[ClusterEffect]:
     """Who was told to go may, with what it holds."""
-    return [SendTo(server, Finished()) for server in self.course.members.servers if server in self.course.members.leaving]
+    members = self.course.members
+    return [SendTo(server, Finished()) for server in members.servers if server in members.leaving]
 
 
 @planted("sync", Succession, "dismiss", "is dismissed, and was not told to go", _RESIZED)

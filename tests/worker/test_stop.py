@@ -89,6 +89,8 @@ HELD = {"network.shard_bytes": 64, "precision": "bf16", "memory.hold": "bf16"}
     pytest.param({"after": stops_at_the_end_of_5}, IN_SHARDS, 6, [4, 6], id="so do shards that were published before"),
     pytest.param({"after": stops_at_the_end_of_5}, HELD, 6, [4, 6], id="and what workers hold in bf16"),
     pytest.param({"after": stops_at_the_end_of_5}, {**IN_SHARDS, "sync": rp.AllReduce()}, 6, [4, 6], id="and means"),
+    pytest.param({"after": lambda run, micro: (micro.step, micro.replica) == (5, 1)},
+                 {**IN_SHARDS, "sync": rp.AllReduce()}, 6, [4, 6], id="and means, before a break"),
     pytest.param({"before": leaves(5)}, IN_SHARDS, 5, [4, 5], id="and a version that was here before a break"),
     pytest.param({"after": stops(11)}, {}, 12, [4, 8, 12], id="at the last step it changes nothing"),
     pytest.param({"evaluate": stops_at_4}, {}, 5, [4, 5], id="in an evaluation it is the step after"),

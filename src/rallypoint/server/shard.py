@@ -321,14 +321,14 @@ class AveragedShard:
         return version in self._wire
 
     def raw(self, version: int) -> tuple[int, Buffer, int]:
-        code, buffer, nbytes = self._wire.raw(version)
-        if version == self._begun_at:
-            return code, buffer, self._begun_bytes
-        return code, buffer, 0 if version in self._skipped else nbytes
+        """A kept version: codec number, buffer (not retained), number of bytes. A mean goes as any other, also the last
+        one: when all workers have stepped with it, a script may still say that it is the last."""
+        if version != self._begun_at and version not in self._skipped:
+            return self._wire.encoded(version)
+        code, buffer, _ = self._wire.raw(version)
+        return code, buffer, self._begun_bytes if version == self._begun_at else 0
 
-    def encoded(self, version: int) -> tuple[int, Buffer, int]:
-        as_it_is = version == self._begun_at or version in self._skipped
-        return self.raw(version) if as_it_is else self._wire.encoded(version)
+    encoded = raw
 
     def named(self, header: Header) -> Header:
         """The header of a version's frame, marked as a state, a mean, or a skipped step."""

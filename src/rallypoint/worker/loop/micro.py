@@ -93,8 +93,6 @@ class BufferVersions:
             parts.source.install()
             if parts.optimizer is not None:
                 states, skipped = exchange.take_states()
-                if not (states or skipped) and self._is_rounded(version):
-                    vector = vector if (exact := exchange.exactly(version)) is None else exact
                 parts.optimizer.install(version, vector, states, skipped=skipped)
                 exchange.holds = version
             elif parts.streamed is not None:
@@ -117,14 +115,10 @@ class BufferVersions:
         self._trace(version)
         return generation
 
-    def _is_rounded(self, version: int) -> bool:
-        """True if this may be the job's last version, and shards of it came as any other's: see `Exchange.exactly`."""
-        return self._rounds and self._exchange.end.is_early and version >= self._exchange.end.last
-
     def ended(self, version: int) -> None:
-        """The model holds the job's last version: from now on exactly."""
-        steps_here = self._parts.optimizer is not None
-        if not steps_here and self._is_rounded(version) and (vector := self._exchange.exactly(version)) is not None:
+        """The model holds the job's last version: from now on exactly. (Where workers step, all have what came.)"""
+        may_be_rounded = self._rounds and self._exchange.end.is_early and self._parts.optimizer is None
+        if may_be_rounded and (vector := self._exchange.exactly(version)) is not None:
             self._held.before_install(last=True)
             self._parts.followers.install(version)
             self._parts.tensors.read_from(vector)
