@@ -343,7 +343,6 @@ class AggregatorService(ListeningMember):
     _relay: AggregatorRelay | None = None  # the job's, once it is known
 
     def start(self) -> None:
-        """See `ListeningMember.start`."""
         super().start()
         self._clock = threading.Thread(target=self._tell_time, name="time", daemon=True)
         self._clock.start()
@@ -354,7 +353,6 @@ class AggregatorService(ListeningMember):
         return (0, 0) if self._relay is None else (self._relay.taken, self._relay.sent)
 
     def close(self) -> None:
-        """See `ListeningMember.close`."""
         super().close()
         self._clock.join()
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from rallypoint.aggregator import AggregatorService, AggregatorTick, Upstream
+from rallypoint.aggregator import _TICK_S, AggregatorService, AggregatorTick, Upstream
 from rallypoint.server import inbox
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.names import NamedIntake, NamedPool, PlayedMember, WireChannel, named_job
 from rallypoint.testing.simulation.network import Node, Wire, World, watch
-
-TICK_S = 0.25
 
 
 class _FromWorker(WireChannel):
@@ -43,7 +41,7 @@ class SimulatedAggregator(PlayedMember, AggregatorService):
 
     def _tick(self) -> None:
         self._take(AggregatorTick(self.node.world.now))
-        self.node.later(TICK_S, self._tick)
+        self.node.later(_TICK_S, self._tick)
 
     def accept(self, wire: Wire, hello: Any) -> str:
         _, who, _ = hello

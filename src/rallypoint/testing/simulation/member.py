@@ -18,10 +18,9 @@ from rallypoint.core.view import Member
 from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.net.member import LastReports, ViewReceiver
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.network import Node, Wire
+from rallypoint.testing.simulation.network import RETRY_S, Node, Wire
 
 COORDINATOR = "coordinator"
-RETRY_S = 0.1
 BEAT_S = 0.5
 
 

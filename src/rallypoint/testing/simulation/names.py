@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
 
-from rallypoint.core.audits import Audits
 from rallypoint.core.layout import Shard
 from rallypoint.core.protocol import Finished, Prepare, Refused, encode
 from rallypoint.core.view import Member, ViewNumber
@@ -122,7 +120,9 @@ class NamedIntake(Intake):
             lambda header, data: record(header, data) if len(data) <= TOKEN else decode_record(bytes(data))
         )
         if (audits := job.plan.audits) is not None:
-            self._pushed = partial(_with_digest, audits)
+            cast(Any, self)._pushed = lambda channel, worker, header, buffer: inbox.Pushed(
+                channel, worker, header, buffer, str(buffer.content).encode() if audits.audited(header.step) else b""
+            )
 
     def _room(self, header: Header, place: Shard) -> Buffer:
         return self._job.pool.take()
@@ -133,11 +133,6 @@ class NamedIntake(Intake):
     def _decode_into(self, buffer: Buffer, channel: Any, header: Header, place: Shard) -> Header:
         channel.receive_into(buffer)
         return header._replace(codec=0, length=NBYTES)
-
-
-def _with_digest(audits: Audits, channel: Any, worker: str, header: Header, buffer: Any) -> inbox.Pushed:
-    digest = str(buffer.content).encode() if audits.audited(header.step) else b""
-    return inbox.Pushed(channel, worker, header, buffer, digest)
 
 
 class NothingMore(LinkError):
