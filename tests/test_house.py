@@ -46,8 +46,8 @@ BUDGETS = {
     "rows of the feature table": 34,
     "refused pairs": 48,
     "fields of View": 18,
-    "lines": 79_437,
-    "files": 321,
+    "lines": 79_367,
+    "files": 320,
     "folders": 34,
     "classes that share their name": 2,
 }  # what a stranger has to learn: whoever needs more says here why
