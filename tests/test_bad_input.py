@@ -179,6 +179,7 @@ def test_what_differs_between_two_scripts_of_one_job_is_told(
         (["run", "--wokers", "3", "x.py"], "there is no option --wokers: did you mean --workers? (the script's own"),
         (["run", "--sevrers=3", "x.py"], "there is no option --sevrers: did you mean --servers? (the script's own"),
         (["train", "--stand-by", "1", "gpt"], "there is no option --stand-by: did you mean --standby? (the recipe's"),
+        (["import", "w.pt", "--folder", "f", "x.py"], "--folder stands before all else: rallypoint import --folder"),
         (["run", "--zzz", "x.py"], "there is no option --zzz; `rallypoint run --help` lists them (the script's"),
     ],
 )

@@ -134,13 +134,15 @@ def test_a_coordinator_that_is_cut_off_while_it_writes_a_manifest_deletes_nothin
         if not later:
             later.append(Keeper(tmp_path, Retention(keep_last=3), LATER))
             assert isinstance(later[0].commit(later[0].store(4), 4), Snapshotted)
+            end_threads(later[0].keeper.stop())  # it deletes old attempts, this one's folder too
         put(snapshot, path, data)
 
     monkeypatch.setattr(hangs.keeper._store, "_put", late)
     assert hangs.commit(name, 3) == SnapshotLost(name, REPLACED.format(snapshot_id(4, LATER)))
     end_threads(hangs.keeper.stop())
-    assert later[0].find() == SnapshotFound(snapshot_id(4, LATER), 4)
-    end_threads(later[0].keeper.stop())
+    follows = Keeper(tmp_path, attempt=LATER + 1)
+    assert follows.find() == SnapshotFound(snapshot_id(4, LATER), 4)
+    end_threads(follows.keeper.stop())
 
 
 def test_what_the_store_says_of_earlier_snapshots_holds_no_later_one_up(

@@ -101,14 +101,16 @@ def test_a_terminal_of_24_lines_shows_what_happened_the_first_curves_the_times_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = [Say(f"worker1 did {'abcdefgh'[n]}") for n in range(8)]
-    log = [PLAN, members(), *steps(0, 30), *said, Metrics(9, {f"eval{n}": 1.0 for n in range(8)})]
+    late = Applied(9, 2, 0.0, {f"worker{n}": 0.25 for n in range(5)})
+    stored = Snapshotted("s", 5, 2_000_000, 0.1)
+    log = [PLAN, members(), *steps(0, 30), late, stored, *said, Metrics(9, {f"eval{n}": 1.0 for n in range(8)})]
     (tmp_path / EVENTS).write_bytes(b"".join(line(float(t), one) for t, one in enumerate(log)))
     console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
     monkeypatch.setattr("time.sleep", lambda _: interrupt())
     with pytest.raises(KeyboardInterrupt):
         top({"a": tmp_path}, {}, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for whole in ("worker1 did h", "loss", "goodput", "computing"):
+    for whole in ("worker1 did h", "loss", "now -24, -24 to 5", "goodput", "computing"):
         assert whole in text, text
     assert "eval7" not in text
     assert len(re.findall("╰", text)) == len(re.findall("╭", text)), "no panel is cut"

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import rallypoint as rp
+from rallypoint.core.protocol import Say
 from rallypoint.errors import UsageError
 from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.net.member import CoordinatorLink
 from rallypoint.worker.evaluations import Evaluations
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.tensors import weights_hash
@@ -173,6 +175,15 @@ def test_an_evaluation_that_leaves_other_weights_is_refused() -> None:
 
     with pytest.raises(UsageError, match=r"parameter 0\.weight was changed at step 2 by the script.*on a copy"):
         train(build(), writes)
+
+
+def test_a_figure_that_a_rule_waits_for_in_vain_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, send = list[Any](), CoordinatorLink.send
+    monkeypatch.setattr(CoordinatorLink, "send", lambda self, message: (said.append(message), send(self, message)))
+    train(build(), lambda model, step: {"accuracy": 0.5}, evaluation=rp.Evaluation(keep_best="acuracy"))
+    assert [one.text for one in said if isinstance(one, Say)] == [
+        "no evaluation has returned acuracy, which keep_best is about: the figures are accuracy"
+    ]
 
 
 def test_an_evaluation_may_put_averaged_weights_in_and_the_own_ones_back() -> None:

@@ -191,12 +191,20 @@ def test_an_evaluation_without_its_number_of_steps_is_refused_at_once() -> None:
         (lambda found: found.item(), "needs the loss as a tensor, not as a float: pass it without"),
         (lambda found: None, "needs the loss as a tensor, not as a NoneType"),
         (lambda found: found.detach(), "step 0, replica 0: the loss depends on no trained parameter"),
+        (lambda found: torch.ones((), requires_grad=True), "no parameter of the model that job.train has got received"),
         (lambda found: torch.stack([found, found]), r"needs a scalar loss, not one of shape \[2\]: take its mean"),
     ],
-    ids=["float", "none", "detached", "two"],
+    ids=["float", "none", "detached", "another model", "two"],
 )
 def test_losses_that_have_no_gradient(loss: Any, sentence: str) -> None:
     refused(UsageError, sentence, loss=loss)
+
+
+def test_parameters_that_get_no_gradient_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(3, 2)
+    model.more = torch.nn.Linear(2, 2)
+    train(model)
+    assert caplog.text.count("no gradient came for more.weight, more.bias: zeros are used") == 1
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])

@@ -84,6 +84,8 @@ def refuse_option(context: typer.Context, first: str, what: str) -> None:
     if what == "recipe" and (owner := _owner(name, context.args)):
         words = [word for word in context.args if word != owner]
         raise UsageError(f"{name} is {owner}'s: rallypoint {context.info_name} {shlex.join([owner, first, *words])}")
+    if name in known:
+        raise UsageError(f"{name} stands before all else: rallypoint {context.info_name} {name} ...")
     raise UsageError(
         f"there is no option {name}{meant(name, known) or f'; `rallypoint {context.info_name} --help` lists them'} "
         f"(the {what}'s own options stand after it)"

@@ -158,7 +158,7 @@ def import_(
     with the data and the learning rate of that step. The format of torch.distributed.checkpoint contains a pickle: give
     only checkpoints that you trust.
 
-    Example: [bold]rallypoint import ddp-checkpoint --folder runs/mine train.py[/bold]
+    Example: [bold]rallypoint import --folder runs/mine ddp-checkpoint train.py[/bold]
     """
     from rallypoint.launch.commands.importing import check_checkpoint, import_checkpoint
 

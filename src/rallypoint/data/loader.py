@@ -6,9 +6,11 @@ A sample that raises an error is read again, then named, and skipped or fatal.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -211,7 +213,9 @@ class ReadingAhead:
             except Exception as error:
                 bad, cause = self._culprit(left, seed, error)
             where = "a sample" if bad is None else self._name_of(bad)
-            what = f"{where} raised {type(cause).__name__}: {cause}"
+            frames = [*reversed(traceback.extract_tb(cause.__traceback__))]  # (a library's own line says little)
+            at = next((frame for frame in frames if "site-packages" not in frame.filename), frames[0])
+            what = f"{where} raised {type(cause).__name__}: {cause} ({Path(at.filename).name}:{at.lineno})"
             if self._loader.on_error == "stop" or bad is None or len(left) == 1:
                 tries = f" ({self._loader.retries + 1} times)" if self._loader.retries else ""
                 raise DataError(

@@ -167,8 +167,8 @@ def refuse_a_finished_run(folder: Path) -> None:
     more = f"`{to_resume(folder)} --set steps=N`"
     if word.stopped_at >= 0:
         raise UsageError(
-            f"{folder} holds a run that its script stopped at step {word.stopped_at} ({word.why}): {export}; {more} "
-            "goes on from that step, until its script stops it again"
+            f"{folder} holds a run that was stopped at step {word.stopped_at} ({word.why}): {export}; {more} goes on "
+            "from that step, and a rule or script that stopped it may do so again"
         )
     steps, than = _of_steps(state), _of_steps(state, "than")
     raise UsageError(f"{folder} holds a finished run{steps}: nothing is left to do. {export}; {more} makes more{than}")

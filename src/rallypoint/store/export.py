@@ -103,7 +103,8 @@ def best_of(store: SnapshotStore, newest: Manifest) -> tuple[Manifest, str]:
         )
     judged = [manifest for manifest in store.manifests() if rule.metric in manifest.metrics]
     if not judged:
-        raise SnapshotError(f"no snapshot has a {rule.metric}: does an evaluation (run.every) return that figure?")
+        known = ", ".join(sorted({name for manifest in store.manifests() for name in manifest.metrics})) or "none"
+        raise SnapshotError(f"no snapshot has the figure {rule.metric}: evaluations (run.every) gave {known}")
     best, *others = sorted(judged, key=lambda manifest: manifest.version)
     for manifest in others:
         if rule.better(manifest.metrics[rule.metric], best.metrics[rule.metric]):

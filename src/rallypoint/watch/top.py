@@ -73,18 +73,20 @@ def compared(runs: Mapping[str, RunState], settings: Mapping[str, Mapping[str, s
     values, last = [value for curve in losses.values() for value in curve.means], max(run.step for run in runs.values())
     widths = {name: max(width // 2, width * runs[name].step // max(1, last)) for name in losses}
     curves = [_curve(f"loss of {name}", curve, widths[name], values) for name, curve in losses.items() if curve.points]
-    return Group(*(_head(run, name) for name, run in runs.items()), table, *curves)
+    return Group(*(_head(run, name) for name, run in runs.items()), *curves, table)
 
 
 def shown(run: RunState, name: str, width: int, left_out: int = 0) -> RenderableType:
-    """The run as it is now, for a console of this width (characters). `left_out`: curves, and if any the machines."""
+    """The run as it is now, for a console of this width (characters). `left_out`: curves, and if any the machines; at
+    last, so that there is room for the first curve, most of the times."""
     half = max(20, width // 2 - 4)
     curves = [_curve(name, curve, half) for name, curve in {**run.curves, **run.evaluations}.items() if curve.points]
-    del curves[max(0, len(curves) - left_out) :]
+    short = left_out > 0 and left_out >= len(curves)
+    del curves[max(1, len(curves) - left_out) :]
     return Group(
         _head(run, name), *([_happened(run, 3 if left_out else _SENTENCES)] if run.sentences or run.marks else []),
         *([Columns(curves, equal=True, width=half)] if curves else []),
-        Columns([_times(run, half), _members(run, half)], equal=True, width=half),
+        Columns([_times(run, half, short=short), _members(run, half)], equal=True, width=half),
         *([_machines(run)] if run.machines.hosts and not left_out else []),
     )  # fmt: skip
 
@@ -128,12 +130,14 @@ def spark(values: list[float], width: int, scale: Sequence[float] = ()) -> str:
     return "".join(_BLOCKS[round((value - low) * block)] for value in means)
 
 
-def _times(run: RunState, width: int) -> RenderableType:
+def _times(run: RunState, width: int, *, short: bool) -> RenderableType:
     times = run.times
     table = Table.grid(padding=(0, 2))
     table.add_row("p50 of a step", _seconds(times.quantile(0.5)))
     table.add_row("p99", _seconds(times.quantile(0.99)))
     table.add_row("goodput", f"{times.goodput:.1%}")
+    if short:
+        return Panel(table, title="time", title_align="left", width=width)
     if times.stalls:
         seconds, step, cause = times.longest
         table.add_row("longest stall", _text(f"{_seconds(seconds)} at step {step}: {cause}"))

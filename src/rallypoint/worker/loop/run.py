@@ -279,7 +279,7 @@ class Evaluator:
         self._restore_buffers = restore_buffers
         self.version: int | None = None
         self._stops: list[StopWhen] = []
-        self._registered = False
+        self._registered = self._named = False  # are the evaluations told; are their figures' names known?
         self._checks = ModuleHooks(parts.model, lambda module: parts.exchange.leased.check())
 
     def stop_when(self, rule: StopWhen) -> None:
@@ -349,7 +349,7 @@ class Evaluator:
             finally:
                 self._checks.off()
         leased.end()
-        self._parts.reports.evaluated(version, generation, figures)
+        self._tell(version, generation, figures, due)
         self._heed(version, generation)
 
     def _steps(self, version: int) -> tuple[int, int]:
@@ -366,10 +366,23 @@ class Evaluator:
             figures = self._evaluations.run(due, step, agree=parts.followers.result)
         if figures is None:
             return  # given up in a roll-back: `around` has said so
-        parts.reports.evaluated(version, generation, figures)
+        self._tell(version, generation, figures, due)
         if (reason := parts.followers.stop()) is not None:
             parts.stopping.wish(reason)
         parts.stopping.heed(self._exchange)
+
+    def _tell(self, version: int, generation: ViewNumber, figures: Mapping[str, float], due: list[Registered]) -> None:
+        self._parts.reports.evaluated(version, generation, figures)
+        if self._named or len(due) < len(self._evaluations.periods):
+            return
+        self._named, rules = True, self._parts.config.evaluation  # all evaluations have returned their figures
+        wanted = {"keep_best": rules.keep_best, "plateau": "" if rules.plateau is None else rules.plateau.metric}
+        wanted |= {f"run.stop_when({rule.metric!r})": rule.metric for rule in self._stops}
+        for rule, metric in wanted.items():
+            if metric and metric not in figures:
+                told = ", ".join(figures) or "none"
+                text = f"no evaluation has returned {metric}, which {rule} is about: the figures are {told}"
+                self._parts.coordinator.send(Say(text))
 
     def _heed(self, version: int, generation: ViewNumber) -> None:
         """The evaluation may have called `run.stop()`. A worker that stands by has nothing to hold back."""

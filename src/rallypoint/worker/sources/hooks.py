@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from rallypoint.errors import ModelError, UsageError
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.tensors import ModelTensors, Placed, marked
+
+log = logging.getLogger("rallypoint")
 
 # ---- The interface of a mode's worker side: it makes the contributions of one replica after the other ----
 
@@ -378,7 +381,7 @@ class GradientHooks(DeltaSource):
             for shard in shards:
                 counts[shard] += 1
         self._parameters_in, self._used = counts, sum(count > 0 for count in counts)
-        self._last = self._in_backward = False
+        self._last = self._in_backward = self._looked = False
         self._tables = Tables(tensors.tables, exchange)
         self._reset()
         self._handles = [
@@ -402,7 +405,12 @@ class GradientHooks(DeltaSource):
         self._in_backward = False
 
     def end_replica(self, replica: int) -> None:
-        """Send what is left after the last backward, and the buffers to which this replica contributes."""
+        """Send what is left after the last backward, and the buffers to which this replica contributes.
+
+        Raises UsageError if no parameter got a gradient. Of some that got none it tells once.
+        """
+        if not self._looked and not self._tensors.tables:
+            self._look_who_got_none(replica)
         for index, placed in enumerate(self._tensors.parameters):
             if index not in self._done:
                 self._finish_unused(index, placed)
@@ -413,6 +421,23 @@ class GradientHooks(DeltaSource):
         self._tables.push()
         self._reset()
         self._exchange.replica.computed()
+
+    def _look_who_got_none(self, replica: int) -> None:
+        """The first backward pass is over."""
+        self._looked, parameters = True, self._tensors.parameters
+        without = [
+            placed.entry.spec.name for index, placed in enumerate(parameters)
+            if not (index in self._done or index in self._touched or index in self._wide)
+            and placed.tensor.grad is None and placed.tensor.numel()
+        ]  # fmt: skip
+        if without and len(without) == sum(placed.tensor.numel() > 0 for placed in parameters):
+            raise UsageError(
+                "no parameter of the model that job.train has got received a gradient: compute the loss with that "
+                "model, not with another one or a copy of it"
+            )
+        if without and replica == 0:
+            more = f" and {len(without) - 3} more" if len(without) > 3 else ""
+            log.warning("no gradient came for %s%s: zeros are used (weight decay acts)", ", ".join(without[:3]), more)
 
     def abandon(self) -> None:
         self._in_backward = False
