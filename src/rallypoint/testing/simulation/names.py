@@ -120,7 +120,7 @@ class NamedIntake(Intake):
             lambda header, data: record(header, data) if len(data) <= TOKEN else decode_record(bytes(data))
         )
         if (audits := job.plan.audits) is not None:
-            self._pushed = lambda channel, worker, header, buffer: inbox.Pushed(
+            cast(Any, self)._pushed = lambda channel, worker, header, buffer: inbox.Pushed(
                 channel, worker, header, buffer, str(buffer.content).encode() if audits.audited(header.step) else b""
             )
 
