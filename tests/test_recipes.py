@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,7 +101,13 @@ class TestGPT:
     def test_a_broken_configuration_file_is_named(self, gpt: GPT, tmp_path: Path) -> None:
         gpt.save(tmp_path)
         (tmp_path / "model.json").write_text('{"layers": "many"}')
-        with pytest.raises(DataError, match=r"model\.json does not describe a GPT"):
+        with pytest.raises(DataError, match=r"holds no whole GPT \(Expected `int`"):
+            GPT.load(tmp_path)
+
+    def test_weights_that_a_full_disk_has_cut_are_named(self, gpt: GPT, tmp_path: Path) -> None:
+        gpt.save(tmp_path)
+        os.truncate(tmp_path / "model.safetensors", 1000)
+        with pytest.raises(DataError, match=r"holds no whole GPT .*give another run folder"):
             GPT.load(tmp_path)
 
     @pytest.mark.parametrize("wrong", [{"width": 10, "heads": 3}, {"layers": 0}, {"dropout": 1.0}])

@@ -72,6 +72,10 @@ def test_what_the_scripts_model_lacks_is_said_or_refused(tmp_path: Path) -> None
     assert run_import(frozen, place, tmp_path / "frozen").warnings == (
         "the checkpoint has optimizer states that the script's model does not train, and they are left out: back.bias",
     )
+    torch.save({"model": weights, "optim": state, "sched": {}, "step": 3}, place)
+    assert run_import(model, place, tmp_path / "others").warnings == (
+        "the checkpoint has parts that are no model, optimizer or step, and they are left out: optim, sched",
+    )
     torch.save({"model": weights | {f"head\x1b.{n}": torch.zeros(1) for n in range(10)}, "optimizer": state}, place)
     [said] = run_import(model, place, tmp_path / "more").warnings
     assert "has weights that the script's model does not have, and they are left out: head\\x1b.0, head\\x1b.1" in said

@@ -134,6 +134,7 @@ class ImportJob(EmbeddedJob):
         warnings = _left_out(tensors, model, checkpoint)
         if task.strict and warnings:
             raise DataError(f"--strict: {'; '.join(warnings)}")
+        warnings += _of("parts that are no model, optimizer or step", checkpoint.unread)
         for name, parameter in tensors.frozen.items():
             found = checkpoint.model.get(name)
             if found is not None and not torch.equal(found.to(parameter.dtype), parameter.detach().cpu()):
@@ -174,16 +175,15 @@ def _left_out(tensors: ModelTensors, model: torch.nn.Module, checkpoint: Checkpo
     """Sentences about what the checkpoint has and the script's model has not."""
     trained = {placed.entry.spec.name for placed in tensors.parameters}
     trained |= {name for name, first in tensors.tied.items() if first in trained}
-    said = []
-    for what, names in (
-        ("weights", checkpoint.model.keys() - model.state_dict().keys()),
-        ("optimizer states", checkpoint.optimizer.keys() - trained),
-    ):
-        if names:
-            some = named([printable(name) for name in sorted(names)], _NAMED)
-            why = "the script's model does not have" if what == "weights" else "the script's model does not train"
-            said.append(f"the checkpoint has {what} that {why}, and they are left out: {some}")
-    return said
+    return [
+        *_of("weights that the script's model does not have", checkpoint.model.keys() - model.state_dict().keys()),
+        *_of("optimizer states that the script's model does not train", checkpoint.optimizer.keys() - trained),
+    ]
+
+
+def _of(what: str, names: Iterable[str]) -> list[str]:
+    some = named([printable(name) for name in sorted(names)], _NAMED)
+    return [f"the checkpoint has {what}, and they are left out: {some}"] if names else []
 
 
 class ReplayedRun(Run):

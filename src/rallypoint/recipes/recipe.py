@@ -96,10 +96,8 @@ class SavedModel(nn.Module):
                 f"{folder} holds no trained {cls.__name__} ({CONFIG_FILE} and {WEIGHTS_FILE}): give the run folder "
                 "that the training printed at its end"
             ) from missing
-        except msgspec.MsgspecError as broken:
-            raise DataError(
-                f"{folder / CONFIG_FILE} does not describe a {cls.__name__} ({broken}): give another run folder"
-            ) from broken
+        except (msgspec.MsgspecError, SafetensorError) as broken:
+            raise DataError(f"{folder} holds no whole {cls.__name__} ({broken}): give another run folder") from broken
         return model.eval()
 
 

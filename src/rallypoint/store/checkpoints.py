@@ -15,7 +15,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,18 +58,20 @@ class Checkpoint:
         model: parameters and buffers by name, without the prefix of DistributedDataParallel.
         optimizer: parameter name -> tensors and numbers by name; empty if the checkpoint has none.
         step: the steps of training in it; -1 if it does not say.
+        unread: what else a ``.pt`` file has.
     """
 
     model: dict[str, torch.Tensor]
     optimizer: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     step: int = -1
+    unread: tuple[str, ...] = ()
 
     def named_as(self, names: Collection[str]) -> Checkpoint:
         """The checkpoint with DistributedDataParallel's prefix again, if it lacks it and all of `names` have it."""
         if not names or not all(name.startswith(_OF_DDP) for name in names) or not self.model.keys().isdisjoint(names):
             return self
         model = {f"{_OF_DDP}{name}": tensor for name, tensor in self.model.items()}
-        return Checkpoint(model, {f"{_OF_DDP}{name}": state for name, state in self.optimizer.items()}, self.step)
+        return replace(self, model=model, optimizer={f"{_OF_DDP}{name}": of for name, of in self.optimizer.items()})
 
 
 def read_checkpoint(place: Path) -> Checkpoint:
@@ -143,7 +145,9 @@ def _of_torch(content: Any) -> Checkpoint:
         str(name): {kind: _tensor(value) for kind, value in state.items() if value is not None}
         for name, state in states.items()
     }
-    return Checkpoint(_plain(content["model"]), _by_name(optimizer, content["model"]), int(content.get("step", -1)))
+    by_name, step = _by_name(optimizer, content["model"]), int(content.get("step", -1))
+    unread = tuple(sorted(map(str, content.keys() - {"model", "optimizer", "step"})))
+    return Checkpoint(_plain(content["model"]), by_name, step, unread)
 
 
 def _tensor(value: Any) -> torch.Tensor:

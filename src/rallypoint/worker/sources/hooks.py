@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from rallypoint.codec.base import RowSum, encode_gradient, encode_ids
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.shard.clip import clip_scale, total_norm
+from rallypoint.core.typed import named
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ModelError, UsageError
 from rallypoint.worker.exchange.exchange import Exchange
@@ -424,20 +425,16 @@ class GradientHooks(DeltaSource):
 
     def _look_who_got_none(self, replica: int) -> None:
         """The first backward pass is over."""
-        self._looked, parameters = True, self._tensors.parameters
-        without = [
-            placed.entry.spec.name for index, placed in enumerate(parameters)
-            if not (index in self._done or index in self._touched or index in self._wide)
-            and placed.tensor.grad is None and placed.tensor.numel()
-        ]  # fmt: skip
-        if without and len(without) == sum(placed.tensor.numel() > 0 for placed in parameters):
+        self._looked, got = True, {*self._done, *self._touched, *self._wide}
+        some = {i: placed for i, placed in enumerate(self._tensors.parameters) if placed.tensor.numel()}
+        without = [p.entry.spec.name for i, p in some.items() if i not in got and p.tensor.grad is None]
+        if without and len(without) == len(some):
             raise UsageError(
                 "no parameter of the model that job.train has got received a gradient: compute the loss with that "
                 "model, not with another one or a copy of it"
             )
         if without and replica == 0:
-            more = f" and {len(without) - 3} more" if len(without) > 3 else ""
-            log.warning("no gradient came for %s%s: zeros are used (weight decay acts)", ", ".join(without[:3]), more)
+            log.warning("no gradient came for %s: zeros are used (weight decay acts)", named(without, 3))
 
     def abandon(self) -> None:
         self._in_backward = False
