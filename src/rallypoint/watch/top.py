@@ -38,20 +38,23 @@ def top(folders: Mapping[str, Path], settings: Mapping[str, Mapping[str, str]], 
 
     Raises UsageError if there is no log.
     """
-    followers = {name: Follower(folder) for name, folder in folders.items()}
+    followers, left_out = {name: Follower(folder) for name, folder in folders.items()}, 0
 
     def look() -> RenderableType:
+        nonlocal left_out
         for follower in followers.values():
             follower.look()
         runs = {name: follower.run for name, follower in followers.items()}
         if len(runs) > 1:
             return compared(runs, settings, console.width)
         ((name, run),) = runs.items()
-        for left_out in range(99):  # more than there are curves
+        left_out = max(0, left_out - 1)  # there may be more room than before
+        while True:
             view = shown(run, name, console.width, left_out)
-            if not console.is_terminal or len(console.render_lines(view, pad=False)) <= console.height:
-                break
-        return view
+            fits = not console.is_terminal or len(console.render_lines(view, pad=False)) <= console.height
+            if fits or left_out > len(run.curves) + len(run.evaluations):
+                return view
+            left_out += 1
 
     if not console.is_terminal:
         console.print(look())
@@ -77,8 +80,7 @@ def compared(runs: Mapping[str, RunState], settings: Mapping[str, Mapping[str, s
 
 
 def shown(run: RunState, name: str, width: int, left_out: int = 0) -> RenderableType:
-    """The run as it is now, for a console of this width (characters). `left_out`: curves, and if any the machines; at
-    last, so that there is room for the first curve, most of the times."""
+    """The run as it is now, in `width` characters. `left_out`: machines, curves but the first, at last most times."""
     half = max(20, width // 2 - 4)
     curves = [_curve(name, curve, half) for name, curve in {**run.curves, **run.evaluations}.items() if curve.points]
     short = left_out > 0 and left_out >= len(curves)
@@ -110,8 +112,7 @@ def _head(run: RunState, name: str) -> RenderableType:
 def _curve(name: str, curve: Series, width: int, scale: Sequence[float] = ()) -> RenderableType:
     values = curve.means
     text = Text(spark(values, width - 4, scale), style="cyan")
-    low, high = min(values), max(values)
-    told = f"now {values[-1]:.4g}, {low:.4g} to {high:.4g}"
+    told = f"now {values[-1]:.4g}, {min(values):.4g} to {max(values):.4g}"
     return Panel(Group(text, told), title=_text(name), title_align="left", width=width)
 
 
