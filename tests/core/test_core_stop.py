@@ -97,15 +97,6 @@ def test_a_version_that_exists_is_not_taken_back() -> None:
         assert job.view.orders.stop.version == 8
 
 
-def test_with_a_lossy_down_the_last_version_is_one_that_is_yet_to_be_made() -> None:
-    job = _Job(_terms(1, 2), record=_record(down={"type": "bf16"}))  # type: ignore[arg-type]
-    job.come("s0", "s1", "w0")
-    _reported(job, 4)
-    job.play(applied("s0", 7, job.view.generation), _stop(job, 6))
-    assert job.view.orders.stop is not None
-    assert job.view.orders.stop.version == 9
-
-
 def test_who_says_that_it_is_done_with_another_version_is_not_believed() -> None:
     job = _begun()
     _reported(job, 5)

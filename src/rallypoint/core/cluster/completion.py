@@ -56,7 +56,7 @@ class Completion:
             return []
         if said.left >= 0:
             course.members.left[worker] = said.left
-        version, before = self._possible(said.version), course.views.orders.stop
+        version, before = max(said.version, course.known), course.views.orders.stop
         if not 0 <= version < course.last:
             return [*self.advance(), *self.succession.advance()]  # others compute what it does not
         who, why = (worker, said.reason) if before is None else (before.worker, before.reason)
@@ -79,7 +79,7 @@ class Completion:
         left = [course.members.left.get(worker, course.last) for worker in course.members.present]
         if not left or max(left) >= course.last:
             return []
-        if (version := max(left)) >= course.known and Feature.DOWN not in course.job.features:
+        if (version := max(left)) >= course.known:
             return self._ends_with(msgspec.structs.replace(stop, version=version))
         return course.end(Abort(
             f"{stop.reason} ({stop.worker}), and so have all other workers, in the middle of a step or before the job "
@@ -89,15 +89,9 @@ class Completion:
     def _overtaken(self) -> list[Effect]:
         """End a stopped job with a later version if that exists: what stopped it came too late."""
         course, stop = self.course, self.course.views.orders.stop
-        if stop is None or course.record is None or (version := self._possible(stop.version)) == stop.version:
+        if stop is None or course.record is None or course.known <= stop.version:
             return []
-        return self._ends_with(msgspec.structs.replace(stop, version=min(version, course.record.rounds)))
-
-    def _possible(self, version: int) -> int:
-        """The version, or a later one if later ones are known to exist. The last is sent as it is, so with a lossy
-        `down` it must be one that is yet to be made."""
-        course = self.course
-        return version if course.known <= version else course.known + (Feature.DOWN in course.job.features)
+        return self._ends_with(msgspec.structs.replace(stop, version=min(course.known, course.record.rounds)))
 
     def _ends_with(self, stop: EarlyEnd) -> list[Effect]:
         course = self.course
