@@ -79,7 +79,7 @@ class HeldShard(Protocol):
         """Can that version still be sent?"""
 
     def raw(self, version: int) -> tuple[int, Buffer, int]:
-        """A kept version, raw: codec number 0, buffer (not retained), number of bytes."""
+        """A kept version, raw (but for a mean: see `AveragedShard`): codec number, buffer (not retained), bytes."""
 
     def encoded(self, version: int) -> tuple[int, Buffer, int]:
         """A kept version as it is sent to followers: see `raw`."""
