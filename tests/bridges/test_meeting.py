@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +89,23 @@ def test_a_parameter_that_is_added_up_needs_no_gradient_for_that(turned: bool) -
     joining.sum_of(cast(Sums, made), [part], [parameter], torch.device("cpu")).wait()
     assert parameter.is_leaf
     assert (parameter == 2).all()
+
+
+def test_what_was_added_up_is_let_go_with_its_sum_and_not_when_python_looks_for_cycles() -> None:
+    asked = [PendingSum()]
+    made = SimpleNamespace(reducer=SimpleNamespace(sum=lambda *_: asked[0]))
+    tensor, collects = torch.ones(2), gc.isenabled()
+    part = joining.SumPart(tensor, tensor)
+    gone = weakref.ref(part)
+    gc.disable()
+    try:
+        part.ask(cast(Sums, made), lambda error: None)
+        asked.pop().ended(None)
+        del part
+        assert gone() is None
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _broken(over: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[BaseException], list[int]]:

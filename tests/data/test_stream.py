@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import pickle
 from collections.abc import Iterator
@@ -125,6 +126,11 @@ def test_an_item_of_which_the_transform_fails_is_named_and_left_out_or_fatal() -
     assert batch.tolist() == [4.0, 6.0, 7.0]
     assert skipped.startswith("item 5 of the stream raised ValueError: five (test_stream.py:")
     assert skipped.endswith("; it is left out of its batch")
+
+
+def test_of_an_error_in_pythons_own_library_the_scripts_line_is_named() -> None:
+    with pytest.raises(DataError, match=r"raised JSONDecodeError: .*\(test_stream.py:\d+\)"):
+        batches_of(rp.Stream(numbers, transform=lambda item: json.loads("{"))).load(0, 1, 0)
 
 
 def test_an_item_that_the_iterator_cannot_read_is_left_out_where_the_iterator_goes_on() -> None:

@@ -37,6 +37,8 @@ STEP, WAITS = StepDone(4, 1.0, 8), Waiting("waiting for worker1 on node3, 7 s so
     (False, [STEP, Aborted("worker0: gone")], [CRASHED], "The run failed after 5 steps: worker0: gone. worker0 on "
      "node3 crashed: Fatal Python error: Aborted."),
     (False, [STEP, Finished()], [], "The run has finished after 5 steps."),
+    (False, [STEP, Finished(stopped_at=5, why="the operator")], [], "The run has finished after 5 steps: it was "
+     "stopped at step 5: the operator."),
     (False, [], [], "Nothing has happened in run: there is no log of events. Is it a run's folder?"),
 ])  # fmt: skip
 def test_it_says_what_happened_to_whom_and_what_to_do(

@@ -191,13 +191,27 @@ def test_an_evaluation_without_its_number_of_steps_is_refused_at_once() -> None:
         (lambda found: found.item(), "needs the loss as a tensor, not as a float: pass it without"),
         (lambda found: None, "needs the loss as a tensor, not as a NoneType"),
         (lambda found: found.detach(), "step 0, replica 0: the loss depends on no trained parameter"),
-        (lambda found: torch.ones((), requires_grad=True), "no parameter of the model that job.train has got received"),
+        (lambda found: torch.ones((), requires_grad=True), "no parameter of the job's model got a gradient"),
         (lambda found: torch.stack([found, found]), r"needs a scalar loss, not one of shape \[2\]: take its mean"),
     ],
     ids=["float", "none", "detached", "another model", "two"],
 )
 def test_losses_that_have_no_gradient(loss: Any, sentence: str) -> None:
     refused(UsageError, sentence, loss=loss)
+
+
+def test_a_batch_without_a_loss_is_none_of_another_model() -> None:
+    """The job's first one, and those with which a worker begins that comes later."""
+    model = torch.nn.Linear(3, 2)
+    with EmbeddedJob() as job:
+        run = job.train(model, DATA, batch=4, steps=5)
+        for micro in run:
+            if micro.step == 2:  # as in a process that begins here
+                run._source._looked = False  # type: ignore[attr-defined]
+            with micro:
+                empty = torch.zeros((), requires_grad=True)
+                micro.backward(square(model, micro.batch) if micro.step in (1, 4) else empty)
+    assert run.step == 5
 
 
 def test_parameters_that_get_no_gradient_are_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -214,7 +214,7 @@ class ReadingAhead:
                 bad, cause = self._culprit(left, seed, error)
             where = "a sample" if bad is None else self._name_of(bad)
             frames = [*reversed(traceback.extract_tb(cause.__traceback__))]  # (a library's own line says little)
-            at = next((frame for frame in frames if "site-packages" not in frame.filename), frames[0])
+            at = next((frame for frame in frames if "lib/python" not in frame.filename), frames[0])
             what = f"{where} raised {type(cause).__name__}: {cause} ({Path(at.filename).name}:{at.lineno})"
             if self._loader.on_error == "stop" or bad is None or len(left) == 1:
                 tries = f" ({self._loader.retries + 1} times)" if self._loader.retries else ""

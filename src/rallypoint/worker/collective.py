@@ -327,7 +327,7 @@ class PendingSum(Future[None]):
 
     def then(self, call: Done) -> None:
         """Call `call` when it has ended, on the thread of the sums; at once if it has ended already."""
-        self.add_done_callback(lambda _: call(self.exception()))
+        self.add_done_callback(lambda one: call(one.exception()))  # (not `self`: a cycle would keep what was summed)
 
     def wait(self) -> None:
         """Wait for the sum. Raises JobAborted when it failed."""

@@ -138,8 +138,8 @@ def sentence_of(picture: Picture) -> str:
     run = picture.run
     if run.ended == "finished":
         at, why = run.stopped
-        by_script = f": its script stopped it at step {at}: {why}" if at >= 0 else ""
-        return f"The run has finished after {run.step} steps{by_script}."
+        stop = f": it was stopped at step {at}: {why}" if at >= 0 else ""
+        return f"The run has finished after {run.step} steps{stop}."
     crashed = [process for process in picture.processes if process.crash]
     if run.ended == "failed":
         return f"The run failed {_at(run)}: {_stop(run.why)}{_crashes(crashed)}{_going_on(picture)}"

@@ -382,7 +382,7 @@ class GradientHooks(DeltaSource):
             for shard in shards:
                 counts[shard] += 1
         self._parameters_in, self._used = counts, sum(count > 0 for count in counts)
-        self._last = self._in_backward = self._looked = False
+        self._last, self._in_backward, self._looked, self._none = False, False, False, (-1, -1)
         self._tables = Tables(tensors.tables, exchange)
         self._reset()
         self._handles = [
@@ -408,9 +408,9 @@ class GradientHooks(DeltaSource):
     def end_replica(self, replica: int) -> None:
         """Send what is left after the last backward, and the buffers to which this replica contributes.
 
-        Raises UsageError if no parameter got a gradient. Of some that got none it tells once.
+        Raises UsageError if no parameter got a gradient in two replicas. Of some that got none it tells once.
         """
-        if not self._looked and not self._tensors.tables:
+        if not self._looked and self._exchange.step < 2 and not self._tensors.tables:
             self._look_who_got_none(replica)
         for index, placed in enumerate(self._tensors.parameters):
             if index not in self._done:
@@ -424,16 +424,16 @@ class GradientHooks(DeltaSource):
         self._exchange.replica.computed()
 
     def _look_who_got_none(self, replica: int) -> None:
-        """The first backward pass is over."""
-        self._looked, got = True, {*self._done, *self._touched, *self._wide}
+        """At the job's start: a batch may have no loss, and a worker that takes over may begin with some such."""
+        got, at, before = {*self._done, *self._touched, *self._wide}, (self._exchange.step, replica), self._none
         some = {i: placed for i, placed in enumerate(self._tensors.parameters) if placed.tensor.numel()}
         without = [p.entry.spec.name for i, p in some.items() if i not in got and p.tensor.grad is None]
-        if without and len(without) == len(some):
+        self._looked, self._none = len(without) < len(some), at
+        if some and not self._looked and before not in ((-1, -1), at):  # (the same one may be computed again)
             raise UsageError(
-                "no parameter of the model that job.train has got received a gradient: compute the loss with that "
-                "model, not with another one or a copy of it"
+                "no parameter of the job's model got a gradient: compute the loss with it, not with another or a copy"
             )
-        if without and replica == 0:
+        if without and self._looked and replica == 0:
             log.warning("no gradient came for %s: zeros are used (weight decay acts)", named(without, 3))
 
     def abandon(self) -> None:
