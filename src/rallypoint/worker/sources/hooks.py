@@ -434,7 +434,7 @@ class GradientHooks(DeltaSource):
                 "no parameter of the job's model got a gradient: compute the loss with it, not with another or a copy"
             )
         if without and self._looked and replica == 0:
-            log.warning("no gradient came for %s: zeros are used (weight decay acts)", named(without, 3))
+            log.warning("step %d: no gradient for %s: zeros are used (weight decay acts)", at[0], named(without, 3))
 
     def abandon(self) -> None:
         self._in_backward = False
