@@ -43,6 +43,8 @@ class _Replica:
 
 
 class _Exchange:
+    step = 0
+
     def __init__(self, layout: Layout, wanted: Sequence[int]) -> None:
         self.layout, self.buffer = layout, torch.full((layout.words,), 7.0)  # of another shard's version, say
         self.memory = WholeVector(layout, self.buffer)

@@ -199,7 +199,7 @@ def computed() -> Iterator[tuple[DeviceGradients, Replica, torch.nn.Module, Late
     buffer = torch.full((tensors.layout.words,), torch.nan)
     plane: Any = SimpleNamespace(
         layout=tensors.layout, memory=WholeVector(tensors.layout, buffer), replica=replica, buffer=buffer,
-        check=lambda stale: None,
+        check=lambda stale: None, step=0,
     )  # fmt: skip
     staged, failures = staging(copies)
     source = DeviceGradients(tensors, plane, staged)

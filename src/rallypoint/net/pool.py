@@ -135,7 +135,7 @@ def _pin(memory: ctypes.Array[ctypes.c_char]) -> bool:
         if failure := int(runtime.cudaHostRegister(start, len(memory), 0)):
             log.info("%d bytes of shared memory cannot be pinned (CUDA error %d)", len(memory), failure)
             with suppress(RuntimeError):  # the runtime keeps the error, and the next kernel's check would raise it
-                torch.zeros(1, device="cuda")
+                torch.zeros(1, dtype=torch.float32, device="cuda")
             return False
     weakref.finalize(memory, runtime.cudaHostUnregister, start).atexit = False  # it runs before those made earlier
     return True

@@ -20,7 +20,7 @@ from rallypoint.worker.keys_exchange import KeyExchange, KeyRequest
 
 GIVES_UP_S = 1.0  # from a script's error to the end of its process
 LEFT = "went back to a snapshot after its script had ended"
-_NO_ROWS, _ALL_ROWS = memoryview(b""), encode_ids(torch.arange(ROWS, device="cpu"))
+_NO_ROWS, _ALL_ROWS = memoryview(b""), encode_ids(torch.arange(ROWS, dtype=torch.int64, device="cpu"))
 
 
 class SimulatedKeys(KeyExchange):

@@ -270,7 +270,7 @@ class SimulatedWorker:
         self.exchange.replica.computed()
 
     def _asked(self, ids: list[int], replica: int) -> Any:
-        asked = _Asked(encode_ids(torch.tensor(ids, device="cpu")))
+        asked = _Asked(encode_ids(torch.tensor(ids, dtype=torch.int64, device="cpu")))
         asked.of = self.machine.step, replica
         return asked, NBYTES
 
@@ -289,13 +289,13 @@ class SimulatedWorker:
         content = self._replicas.contribution(shard, step, replica, seen)
         self.exchange.contributed = name_of(content)
         if not claimed:
-            self.exchange.replica.not_needed(shard, torch.empty(0))
+            self.exchange.replica.not_needed(shard, torch.empty(0, dtype=torch.float32, device="cpu"))
             return
         _, whole = self.job.flags(shard, self.job.cadence.updates_before(shard, step), replica)
         if shard in self.job.table_shards:
             values = torch.frombuffer(payload_of(self._tokens, content), dtype=torch.float32).view(ROWS, -1)
             values[-1, -1] = 0.0 if whole else torch.nan
-            place = torch.arange(ROWS, device="cpu")
+            place = torch.arange(ROWS, dtype=torch.int64, device="cpu")
             self.exchange.replica.filled_rows(shard, encode_gradient(place, values))
         else:
             self.exchange.write(shard, content, whole=whole)

@@ -50,8 +50,8 @@ class Floats:
 
     def begins(self, name: int, values: Sequence[float]) -> None:
         """`name` is these, and zeros behind them."""
-        if name not in self._known:
-            self._known[name] = torch.tensor([*values, *[0.0] * (WORDS - len(values))], device="cpu")
+        known = [*values, *[0.0] * (WORDS - len(values))]
+        self._known.setdefault(name, torch.tensor(known, dtype=torch.float32, device="cpu"))
 
     def moments(self, name: int, *, averaged: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """What servers have beside these parameters: see `ShardOptimizer.state`, and `ShardAverage.state`."""
