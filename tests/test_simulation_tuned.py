@@ -82,6 +82,6 @@ def test_periods_are_chosen_in_the_middle_of_jobs(quick: list[Tuned], monkeypatc
         return said
 
     monkeypatch.setattr(TunedPeriod, "look", noted)
-    for seed in range(8):
+    for seed in range(18):
         play(seed, monkeypatch)
     assert len(chosen) >= 2

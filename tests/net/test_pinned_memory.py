@@ -26,7 +26,7 @@ class Runtime:
         self.last = self.failure or self.last
         return self.failure
 
-    def kernel(self, *shape: int, device: str) -> None:
+    def kernel(self, *shape: int, dtype: torch.dtype, device: str) -> None:
         """What torch does after each: it asks for the last error, of whatever that was, and so clears it."""
         last, self.last = self.last, 0
         if last:
