@@ -182,7 +182,7 @@ def test_a_figure_that_a_rule_waits_for_in_vain_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(CoordinatorLink, "send", lambda self, message: (said.append(message), send(self, message)))
     train(build(), lambda model, step: {"accuracy": 0.5}, evaluation=rp.Evaluation(keep_best="acuracy"))
     assert [one.text for one in said if isinstance(one, Say)] == [
-        "no evaluation has returned acuracy, which keep_best is about: the figures are accuracy"
+        "no evaluation has returned acuracy, which keep_best is about: figures are accuracy"
     ]
 
 

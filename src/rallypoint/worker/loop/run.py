@@ -14,6 +14,7 @@ import torch
 from rallypoint.config import JobConfig
 from rallypoint.core.decisions import StopWhen, checked
 from rallypoint.core.protocol import MOST_RULES, Contributed, Report, Say
+from rallypoint.core.typed import named
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local import GoneAhead
@@ -380,8 +381,7 @@ class Evaluator:
         wanted |= {f"run.stop_when({rule.metric!r})": rule.metric for rule in self._stops}
         for rule, metric in wanted.items():
             if metric and metric not in figures:
-                told = ", ".join(figures) or "none"
-                text = f"no evaluation has returned {metric}, which {rule} is about: the figures are {told}"
+                text = f"no evaluation has returned {metric}, which {rule} is about: figures are {named([*figures])}"
                 self._parts.coordinator.send(Say(text))
 
     def _heed(self, version: int, generation: ViewNumber) -> None:
