@@ -62,10 +62,10 @@ class Disk:
     def open(self) -> Journal:
         """The journal of the next coordinator."""
         self.root = self.root or tempfile.mkdtemp(dir=_MEMORY if _MEMORY.is_dir() else None)
-        folder = self._folder()
+        (folder := Path(self.root, str(len(self._journals)))).mkdir()
         if self._journals:
             _copy(Path(self._journals[-1].path).parent, folder)
-            self._tear(folder, self._folder())
+            self._tear(folder, folder.with_suffix(".torn"))
         self._journals.append(journal := Journal(str(folder)))
         journal._db.execute("pragma synchronous=off")  # what a kill leaves is played
         return journal
@@ -75,9 +75,6 @@ class Disk:
         for journal in self._journals:
             journal.close()
         shutil.rmtree(self.root, ignore_errors=True)
-
-    def _folder(self) -> Path:
-        return Path(tempfile.mkdtemp(dir=self.root))
 
     def _tear(self, folder: Path, aside: Path) -> None:
         """Write what nobody may ever find, up to a byte before its end at most."""
@@ -95,6 +92,7 @@ class Disk:
 
 
 def _copy(before: Path, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
     for file in (JOURNAL, _LOG):  # what else there is SQLite makes anew
         shutil.copy(before / file, folder)
 
@@ -299,6 +297,7 @@ class SimulatedCoordinator(CoordinatorService):
     def _tell(self, message: object) -> None:
         match message:
             case Say(text=text):
+                text = text.replace(self._disk.root, "disk")  # a seed says the same each time
                 self.outcome.said.append(f"{self.node.world.now:.2f} {text}")
                 self.node.world.tell(f"coordinator: {text}")
             case Metrics(step=step, values=values):

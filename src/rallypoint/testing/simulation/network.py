@@ -386,9 +386,10 @@ class PlayedThread:
     # ---- what it calls itself ----
 
     def wait(self) -> None:
-        """Until somebody plays it."""
-        self._waits.release()
-        self._goes.acquire()
+        """Until somebody plays it; whose process was killed meanwhile, or by its own call, is unwound."""
+        if not self._killed:
+            self._waits.release()
+            self._goes.acquire()
         if self._killed:
             raise Killed
 
