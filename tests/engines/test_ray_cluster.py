@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import signal
 import subprocess
@@ -145,8 +146,9 @@ def test_a_process_that_is_started_while_others_are_forgotten_is_not(monkeypatch
     from rallypoint.launch.engines.ray import RayCluster, RayProcess
 
     cluster = RayCluster.__new__(RayCluster)
-    cluster._lock, cluster._ended, cluster._processes = threading.Lock(), False, []
-    monkeypatch.setattr(cluster, "_place", lambda process: None)
+    cluster._lock, cluster._ended, cluster._looked = threading.Lock(), False, -math.inf
+    for asks_ray in ("_place", "_drain", "_servers_first", "_name_those_that_wait"):
+        monkeypatch.setattr(cluster, asks_ray, lambda *process: None)
     second = Command(name="worker1", role="worker", argv=("x",))
     starting = threading.Thread(target=lambda: cluster.start(second, lambda line: None))
 
@@ -158,7 +160,7 @@ def test_a_process_that_is_started_while_others_are_forgotten_is_not(monkeypatch
             return None
 
     cluster._processes = [Slow(Command(name="worker0", role="worker", argv=("x",)), lambda line: None)]
-    cluster._forget_the_ended()
+    cluster._look()
     starting.join()
     assert [process.command.name for process in cluster._processes] == ["worker0", "worker1"]
 
