@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 from rallypoint.core.plan.port import Sent
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
@@ -39,8 +40,9 @@ _STATE = struct.Struct("=B51xII")  # the state; tcpi_last_data_recv and tcpi_las
 _PACE = struct.Struct("=120xQ40xQ")  # tcpi_bytes_acked, and tcpi_busy_time in microseconds (Linux 4.10)
 # tcpi_bytes_acked, tcpi_notsent_bytes; tcpi_busy_time, tcpi_rwnd_limited, tcpi_sndbuf_limited in microseconds (4.10)
 _SENT = struct.Struct("=120xQ16xI20xQQQ")
-# tcpi_probes, tcpi_backoff; tcpi_rto (us); tcpi_unacked; the times of `_STATE`; tcpi_notsent_bytes; tcpi_snd_wnd (5.4)
-_UNANSWERED = struct.Struct("=3xBB3xI12xI24xII84xI80xI")
+# tcpi_retransmits, tcpi_probes, tcpi_backoff; tcpi_rto (us); tcpi_unacked; the times of `_STATE`; tcpi_notsent_bytes;
+# tcpi_snd_wnd (Linux 5.4)
+_UNANSWERED = struct.Struct("=2xBBB3xI12xI24xII84xI80xI")
 _ROUND_TRIP = struct.Struct("=68xI")  # tcpi_rtt, smoothed, in microseconds
 
 
@@ -66,9 +68,19 @@ def is_dead(sock: socket.socket) -> bool:
     """
     if (told := _told(sock, _UNANSWERED)) is None:
         return False
-    probes, backoff, timeout, unacked, *silent, unsent, window = told
+    _, probes, backoff, timeout, unacked, *silent, unsent, window = told
     probe = 0.0 if window or probes > 2 else min((timeout << backoff) / 1e6, _LONGEST_PROBE_S)
     return bool(unacked or (unsent and not window)) and min(silent) / 1000 > DEAD_AFTER_S + probe
+
+
+def is_deaf(sock: socket.socket) -> bool:
+    """True if the other machine, which may well send, has not acknowledged for `DEAD_AFTER_S` what was sent again and
+    again: long packets are lost on the way, since a tunnel has begun or a host has a smaller MTU.
+
+    The time-out doubles with each repeat: when it is 3 s, it has been as long since the first one.
+    """
+    retransmits, _, _, timeout, unacked, *_, window = _told(sock, _UNANSWERED) or (0,) * 9
+    return bool(unacked and window) and retransmits > 2 and timeout / 1e6 > DEAD_AFTER_S
 
 
 def round_trip_of(sock: socket.socket) -> float:
@@ -202,6 +214,7 @@ class TcpConnection:
         self._deadline: float | None = None
         self._lock = threading.Lock()
         self._users, self._closed, self._dead = 0, False, False  # `_users`: threads inside `send` and `recv_into`
+        self._look_at = 0.0
         tune(sock)
         self._port = port or Port()
         self.local = is_local(sock)
@@ -226,7 +239,7 @@ class TcpConnection:
                 try:
                     sent = self._socket.sendmsg(left)
                 except BlockingIOError:
-                    self._look()
+                    self._end_if(is_dead)
                     continue
                 self._flow.sent += sent
                 left = _after(left, sent)
@@ -253,9 +266,12 @@ class TcpConnection:
                     got = self._socket.recv_into(view, 0, socket.MSG_WAITALL if whole else 0)
                     break
                 except BlockingIOError:
-                    self._look()
+                    self._end_if(is_dead)
             if got:
                 self._flow.received += got
+                if (now := time.monotonic()) > self._look_at:
+                    self._look_at = now + _LOOK_S
+                    self._end_if(is_deaf)
                 return got
             raise self._ended()
         except (OSError, ValueError) as error:
@@ -303,8 +319,8 @@ class TcpConnection:
             if self._closed and not self._users:
                 self._end()
 
-    def _look(self) -> None:
-        if is_dead(self._socket):
+    def _end_if(self, lost: Callable[[socket.socket], bool]) -> None:
+        if lost(self._socket):
             self._dead = True
             self._socket.shutdown(socket.SHUT_RDWR)  # for the other thread
             raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
