@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -76,17 +77,42 @@ def test_augmentation_from_the_global_generators_is_compared(draw: Callable[[int
     assert len(first.digests) == 8
 
 
-def test_a_sample_with_randomness_of_its_own_is_no_disagreement() -> None:
+def test_a_sample_with_randomness_of_its_own_is_no_disagreement_and_said(caplog: pytest.LogCaptureFixture) -> None:
     one, two = np.random.default_rng(1), np.random.default_rng(2)
     first, other = Drawn(lambda i: one.random(3)), Drawn(lambda i: two.random(3))
     assert identity_of(first) == DataIdentity(50)
+    assert "a random generator of its own" in caplog.text
     assert difference(first, other) is None
 
 
-def test_samples_of_a_type_without_a_digest_are_compared_by_their_number_alone() -> None:
+def test_samples_that_cannot_be_compared_are_said_and_only_their_number_counts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     first, other = Drawn(lambda i: object()), Drawn(lambda i: [1, object()])
     assert difference(first, other) is None
+    assert caplog.messages[0].startswith("workers cannot compare samples that hold a object: ")
     assert "samples here" in str(difference(first, Drawn(lambda i: object(), 49)))
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    label: Any
+
+
+class Picture:
+    """What PIL's images are to NumPy."""
+
+    def __init__(self, value: int) -> None:
+        self.__array_interface__ = np.full((2, 2), value).__array_interface__
+
+
+def test_objects_of_a_split_that_is_not_seeded_are_compared_too(caplog: pytest.LogCaptureFixture) -> None:
+    whole = [Pair(torch.full((3,), float(i)), {"at": Picture(i)}) for i in range(500)]
+    first, other = (torch.utils.data.random_split(whole, [400, 100])[0] for _ in range(2))  # type: ignore[arg-type]
+    assert "seed a random split" in str(difference(first, other))
+    assert difference(first, first) is None
+    assert not caplog.messages
 
 
 def test_all_that_default_collate_takes_has_a_digest() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import logging
 import struct
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -16,14 +19,17 @@ from rallypoint.data.randomness import seeded
 from rallypoint.data.stream import Stream
 from rallypoint.errors import DataError
 
+log = logging.getLogger("rallypoint")
+
 SAMPLED = 8  # positions, spread over the whole data set
 
 
 def identity_of(dataset: MapDataset | Stream) -> DataIdentity:
     """Return a data set's length, and the digests of a few samples at fixed positions.
 
-    Reads these samples twice, with all global generators seeded by position. If a sample differs between the two reads
-    (it uses a generator of its own), raises an error, or has a type without a digest, all digests are left out.
+    Reads these samples twice, with all global generators seeded by position. If one raises an error, all digests are
+    left out; so they are, with a warning, if one differs between the two reads (it uses a generator of its own), or
+    holds something that cannot be compared.
 
     A data set of shards that has a `fingerprint()` (bytes, the same on every worker) tells that instead: no shard is
     fetched from a store for a sample.
@@ -31,15 +37,31 @@ def identity_of(dataset: MapDataset | Stream) -> DataIdentity:
     Of a stream the first items of part 0 are read, twice. Raises DataError if it does
     not give the same ones again.
     """
-    if isinstance(dataset, Stream):
-        return DataIdentity(stream=_of_stream(dataset))
+    try:
+        return DataIdentity(stream=_of_stream(dataset)) if isinstance(dataset, Stream) else _of_map(dataset)
+    except _Incomparable as why:
+        log.warning("workers cannot compare samples that hold a %s: see that all read the same ones", why)
+    return DataIdentity() if isinstance(dataset, Stream) else DataIdentity(len(dataset), (), _shards(dataset))
+
+
+class _Incomparable(Exception):
+    """Holds the name of a type."""
+
+
+def _of_map(dataset: MapDataset) -> DataIdentity:
     length = len(dataset)
     if is_sharded(dataset) and hasattr(dataset, "fingerprint"):
         return DataIdentity(length, (), _shards(dataset))
     last = max(1, SAMPLED - 1)
     positions = sorted({i * (length - 1) // last for i in range(SAMPLED)})
     first, again = (_digests(dataset, positions) for _ in range(2))
-    return DataIdentity(length, first if first is not None and first == again else (), _shards(dataset))
+    if first != again:
+        log.warning(
+            "the data set gives other samples when it is read again, as with a random generator of its own: so the "
+            "result depends on which worker reads what. Draw from torch's, numpy's or Python's global generators, "
+            "which are seeded for each sample"
+        )
+    return DataIdentity(length, first if first == again else (), _shards(dataset))
 
 
 def _of_stream(stream: Stream) -> str:
@@ -53,9 +75,9 @@ def _of_stream(stream: Stream) -> str:
 
 
 def _digest_of(value: Any) -> str:
-    """The digest; "" for a type without one."""
     digest = hashlib.blake2b(digest_size=8)
-    return digest.hexdigest() if _add(digest, value) else ""
+    _add(digest, value)
+    return digest.hexdigest()
 
 
 def _shards(dataset: object) -> str:
@@ -66,22 +88,20 @@ def _shards(dataset: object) -> str:
     return hashlib.blake2b(lengths.tobytes() + told, digest_size=8).hexdigest()
 
 
-def _digests(dataset: MapDataset, positions: list[int]) -> tuple[tuple[int, str], ...] | None:
+def _digests(dataset: MapDataset, positions: list[int]) -> tuple[tuple[int, str], ...]:
     digests = []
     for position in positions:
         with seeded(derive_seed(0, "identity", position)):
             try:
                 (sample,) = fetch(dataset, [position])
             except Exception:
-                return None  # training reads it again, and says what is wrong with it
-        if not (digest := _digest_of(sample)):
-            return None
-        digests.append((position, digest))
+                return ()  # training reads it again, and says what is wrong with it
+        digests.append((position, _digest_of(sample)))
     return tuple(digests)
 
 
-def _add(digest: hashlib.blake2b, value: Any) -> bool:
-    """Add the value to the digest; False for a type that cannot be digested."""
+def _add(digest: hashlib.blake2b, value: Any) -> None:
+    """Add the value to the digest; _Incomparable if there is no way to."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
         raw = value.detach().cpu().contiguous().reshape(-1)
         digest.update(f"tensor {value.dtype} {list(value.shape)}".encode())
@@ -98,10 +118,15 @@ def _add(digest: hashlib.blake2b, value: Any) -> bool:
         digest.update(b"bytes %d " % len(value) + value)
     elif isinstance(value, (list, tuple)):
         digest.update(f"list {len(value)}".encode())
-        return all(_add(digest, item) for item in value)
+        for item in value:
+            _add(digest, item)
     elif isinstance(value, dict):
         digest.update(f"dict {len(value)}".encode())
-        return all(_add(digest, key) and _add(digest, item) for key, item in value.items())
+        for item in itertools.chain.from_iterable(value.items()):
+            _add(digest, item)
+    elif is_dataclass(value):
+        _add(digest, [type(value).__qualname__, *(getattr(value, field.name) for field in fields(value))])
+    elif hasattr(value, "__array_interface__") and not isinstance(value, (np.ndarray, np.generic)):  # a PIL image
+        _add(digest, np.asarray(value))
     else:
-        return False
-    return True
+        raise _Incomparable(type(value).__qualname__)
