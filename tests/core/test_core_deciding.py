@@ -91,7 +91,7 @@ def test_a_rule_ends_the_job_with_the_version_that_is_due_next() -> None:
     assert job.view.orders.stop is None
     _reported(job, 12)
     effects = _result(job, 12, 3.0)
-    assert job.view.orders.stop == EarlyEnd(16, "loss has not become better than 1 in 2 evaluations", "run.stop_when")
+    assert job.view.orders.stop == EarlyEnd(16, "loss has not become lower than 1 in 2 evaluations", "run.stop_when")
     assert Say(f"the job ends with step 16: {job.view.orders.stop.reason}") in effects
     _reported(job, 15)
     _result(job, 16, 1.0)
@@ -225,7 +225,7 @@ def test_where_the_best_is_kept_each_version_that_is_evaluated_gets_a_snapshot_b
     assert job.view.orders.lease == Lease(4, "w2", until=8)
     _reported(job, 4)
     _store(job, capture)
-    assert Say("step 4 is the best so far: loss 1; its snapshot is kept") in _result(job, 4, 1.0)
+    assert Say("step 4 has the lowest loss so far, 1: its snapshot is kept") in _result(job, 4, 1.0)
     ledger = job.machine.course.evaluations
     assert ledger.decided.best == Best(4, 1.0, KeepBest("loss"))
     assert job.machine.course.kept == (4, 4)

@@ -33,11 +33,11 @@ def _stops(*values: float | None, **rule: object) -> EarlyEnd | None:
 
 def test_patience_counts_evaluations_without_an_improvement() -> None:
     stop = _stops(3.0, 2.0, 2.1, 2.0, patience=2)
-    assert stop == EarlyEnd(50, "loss has not become better than 2 in 2 evaluations", "run.stop_when")
+    assert stop == EarlyEnd(50, "loss has not become lower than 2 in 2 evaluations", "run.stop_when")
     assert _stops(3.0, 2.0, 2.1, 1.9, 2.0, patience=2) is None
     assert _stops(3.0, 2.9, 2.8, patience=1, min_delta=0.5) == _stops(3.0, 2.9, patience=1, min_delta=0.5)
     assert _stops(0.1, 0.2, 0.1, patience=1, mode="max") == EarlyEnd(
-        40, "loss has not become better than 0.2 in 1 evaluations", "run.stop_when"
+        40, "loss has not become higher than 0.2 in 1 evaluations", "run.stop_when"
     )
 
 

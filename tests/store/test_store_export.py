@@ -212,7 +212,7 @@ def test_the_best_snapshot_is_the_first_with_the_best_figure(tmp_path: Path, bes
         store.amend(msgspec.structs.replace(found, record={**found.record, "config": config}))
     said = export_snapshot(str(tmp_path), tmp_path / "best.safetensors", best=True)
     assert f"of {snapshot_id(version, 1)} to" in said
-    assert "is the best of 4 snapshots that are kept" in said
+    assert f"is the {'lowest' if best_is == 'min' else 'highest'} of 4 snapshots that are kept" in said
 
 
 def test_a_store_that_does_not_answer_is_not_asked_for_the_second_best(

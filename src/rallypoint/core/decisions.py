@@ -56,8 +56,9 @@ class StopWhen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.above is not None and value > self.above:
             return f"{self.metric} is {value:.6g}, above {self.above:g}"
         if self.patience and trend.bad >= self.patience:
+            better = "lower" if self.mode == "min" else "higher"
             best = "" if trend.best is None else f" than {trend.best:.6g}"
-            return f"{self.metric} has not become better{best} in {trend.bad} evaluations"
+            return f"{self.metric} has not become {better}{best} in {trend.bad} evaluations"
         return ""
 
     def better(self, value: float, best: float) -> bool:
@@ -102,6 +103,11 @@ class KeepBest(msgspec.Struct, frozen=True):
 
     metric: str
     mode: Mode = "min"
+
+    @property
+    def word(self) -> str:
+        """Which value is the best."""
+        return "lowest" if self.mode == "min" else "highest"
 
     def better(self, value: float, best: float) -> bool:
         return value < best if self.mode == "min" else value > best

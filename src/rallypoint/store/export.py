@@ -109,8 +109,8 @@ def best_of(store: SnapshotStore, newest: Manifest) -> tuple[Manifest, str]:
     for manifest in others:
         if rule.better(manifest.metrics[rule.metric], best.metrics[rule.metric]):
             best = manifest
-    said = f"its {rule.metric} of {best.metrics[rule.metric]:.6g} is the best of {len(judged)} snapshots that are kept"
-    return best, said
+    value = f"{best.metrics[rule.metric]:.6g}"
+    return best, f"its {rule.metric} of {value} is the {rule.word} of {len(judged)} snapshots that are kept"
 
 
 class _Flat:

@@ -396,4 +396,4 @@ class Decisions:
             return []
         self._told = best.version
         step = record.steps_at(best.version)
-        return [Say(f"step {step} is the best so far: {rule.metric} {best.value:.6g}; its snapshot is kept")]
+        return [Say(f"step {step} has the {rule.word} {rule.metric} so far, {best.value:.6g}: its snapshot is kept")]

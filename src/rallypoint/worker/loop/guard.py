@@ -319,8 +319,9 @@ class ModelGuard(BufferGuard):
                 )
             raise UsageError(
                 f"the script calls {type(optimizer).__qualname__}.step() on the model's parameters: the job steps "
-                "them, with optimizer= (or, with sync=rp.AllReduce(), own_optimizer=, also by itself). Take step() and "
-                "zero_grad() out of the loop; clip with clip=, as gradients have left when backward returns"
+                "them, with optimizer= (or, with sync=rp.AllReduce(), own_optimizer=, also by itself). Take step(), "
+                "zero_grad() and a scheduler's step() out of the loop (give lr=rp.cosine(...)); clip with clip=, as "
+                "gradients have left when backward returns"
             )
 
 
