@@ -102,6 +102,16 @@ class Backwards(Sampler[int]):
         return iter(range(11, -1, -1))
 
 
+class Hard(RandomSampler):
+    def __iter__(self) -> Any:
+        return iter([11] * len(self))
+
+
+class Own(DistributedSampler[Any]):
+    def __iter__(self) -> Any:
+        return iter([11] * len(self))
+
+
 class Twos(BatchSampler):
     pass
 
@@ -118,11 +128,13 @@ class Halved(DataLoader[Any]):
         (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 12, 12)), "a WeightedRandomSampler was given"),
         (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "a RandomSampler was given"),
         (DataLoader(DATA, sampler=SequentialSampler(range(5))), "a SequentialSampler was given"),
+        (DataLoader(DATA, sampler=Hard(DATA)), "a Hard was given: .* so often and in that order"),
+        (DataLoader(DATA, sampler=Own(DATA, 2, 0)), "a Own was given: .* so often and in that order"),
         (DataLoader(DATA, batch_size=None), "or without batches, was given"),
         (DataLoader(DATA, batch_sampler=Twos(RandomSampler(DATA), 2, False)), "with a batch sampler of its own"),
         (Halved(DATA), "a Halved was given, a DataLoader that does something of its own with its batches"),
     ],
-    ids=["own", "weighted", "replacement", "a part", "no batches", "batch sampler", "own batches"],
+    ids=["own", "weighted", "replacement", "a part", "hard", "split", "no batches", "batch sampler", "own batches"],
 )
 def test_what_the_job_cannot_compute_is_refused(loader: Any, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
