@@ -124,6 +124,31 @@ def test_the_script_may_read_the_model_between_two_micro_batches() -> None:
     assert len(losses) == 12
 
 
+def test_an_evaluation_may_compute_gradients() -> None:
+    """Autograd keeps some parameters themselves for the backward pass, such as a LayerNorm's weight."""
+    found: list[list[torch.Tensor]] = []
+    for settings in ({}, STREAMED):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.PReLU(8))
+        with EmbeddedJob() as job:
+            run = job.train(model, DATA, **{**COMMON, **settings})
+            found.append(gradients := [])
+
+            def evaluate(
+                step: int, model: torch.nn.Module = model, gradients: list[torch.Tensor] = gradients
+            ) -> None:
+                with torch.enable_grad():
+                    x = torch.linspace(-1.0, 1.0, 24).view(3, 8).requires_grad_()
+                    gradients += torch.autograd.grad(model(x).square().sum(), x)
+
+            run.every(2)(evaluate)
+            for micro in run:
+                with micro:
+                    micro.backward(loss_of(model, micro.batch))
+    assert len(found[0]) == 3
+    assert all(map(torch.equal, *found))
+
+
 def test_an_evaluation_may_copy_the_model() -> None:
     model, copies = build(CASES["again"]), []
     with EmbeddedJob() as job:

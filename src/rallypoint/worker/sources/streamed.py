@@ -108,8 +108,7 @@ def initialise(module: torch.nn.Module, init: Init | None) -> None:
         init(module)
 
 
-# ---- Prepares a model for streamed parameters: those on the meta device get a place without memory, buffers get
-# values.
+# ---- Prepares a model: parameters on the meta device get a place without memory, buffers get values ----
 
 
 def prepare(model: torch.nn.Module, config: JobConfig, init: Init | None) -> frozenset[str]:
@@ -372,7 +371,8 @@ class StreamedParameters:
         self._forget()
         self._evaluates = True
         try:
-            yield
+            with saved_tensors_hooks(self._pack, self._unpack):  # it may turn gradients on
+                yield
         except Rewound:
             log.warning("the evaluation at step %d is given up: the servers do not have that version any more", step)
         finally:
