@@ -147,9 +147,11 @@ def test_a_loader_that_makes_no_sense_is_refused(wrong: Any) -> None:
         rp.Loader(**wrong)
 
 
-@pytest.mark.parametrize(("batch", "told"), [(4, False), (5, True)])
+@pytest.mark.parametrize(("batch", "order", "told"), [(4, "shuffled", False), (5, "shuffled", True), (5, "own", False)])
 def test_a_step_that_takes_more_samples_than_there_are_is_told_of(
-    batch: int, told: bool, caplog: pytest.LogCaptureFixture
+    batch: int, order: Any, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    MicroBatches(DATA, JobConfig(replicas=3, batch=batch, steps=1), torch.device("cpu"))
+    """Not in a loop of the script's own (``rp.wrap``), whose data the job does not see."""
+    reading = rp.Reading(order=order)
+    MicroBatches(DATA, JobConfig(replicas=3, batch=batch, steps=1, reading=reading), torch.device("cpu"))
     assert ("a step takes 15 samples, and the data set has 12" in caplog.text) == told
