@@ -147,6 +147,12 @@ def test_a_loader_that_makes_no_sense_is_refused(wrong: Any) -> None:
         rp.Loader(**wrong)
 
 
+def test_a_data_loader_in_the_place_of_a_loader_is_refused() -> None:
+    wrong: Any = DataLoader(DATA)
+    with pytest.raises(UsageError, match=r"loader= is a DataLoader: give rp.Loader\(workers=4\)"):
+        given(DATA, loader=wrong)
+
+
 @pytest.mark.parametrize(("batch", "order", "told"), [(4, "shuffled", False), (5, "shuffled", True), (5, "own", False)])
 def test_a_step_that_takes_more_samples_than_there_are_is_told_of(
     batch: int, order: Any, told: bool, caplog: pytest.LogCaptureFixture

@@ -92,6 +92,8 @@ def given(data: Any, collate: Collate | None = None, loader: Loader | None = Non
     nothing here: the order follows from the job's seed, and epochs run into one another. An iterable, or a function
     that makes one, is an rp.Stream of one part. Raises DataError for one whose order or batches the job cannot compute.
     """
+    if not isinstance(loader, Loader | None):
+        raise UsageError(f"loader= is a {type(loader).__qualname__}: give rp.Loader(workers=4), or it as the data")
     if not isinstance(data, DataLoader):
         data = Stream(data) if _only_iterable(data) else data
         lanes = {"reading.order": "sequential"} if isinstance(data, Lanes) else {}
@@ -154,8 +156,5 @@ def _is(sampler: Any, kind: type[Any]) -> bool:
 
 def _like(loader: DataLoader[Any]) -> Loader:
     context = loader.multiprocessing_context
-    start = context if isinstance(context, str) else context.get_start_method() if context is not None else ""
-    return Loader(
-        workers=loader.num_workers, pin_memory=loader.pin_memory, init=loader.worker_init_fn,
-        start=start,  # type: ignore[arg-type]
-    )  # fmt: skip
+    start: Any = context if isinstance(context, str) else context.get_start_method() if context is not None else ""
+    return Loader(workers=loader.num_workers, pin_memory=loader.pin_memory, init=loader.worker_init_fn, start=start)
