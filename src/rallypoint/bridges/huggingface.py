@@ -33,7 +33,7 @@ class RallypointTrainer(Trainer):  # type: ignore[misc]
     The mean over replicas is clipped by `max_grad_norm`, on the servers. Each process evaluates the whole evaluation
     set; replica 0 logs, saves checkpoints and reports. When one process stops early, all end with its step.
 
-    Raises ConfigError for what has no place in it: fp16, FSDP, DeepSpeed, data sets without a length.
+    Raises ConfigError for fp16, FSDP, DeepSpeed, data sets without a length, and a `get_train_dataloader` of its own.
 
     Attributes:
         wrapped: the job's optimizer; None before `train`.
