@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +106,31 @@ def test_a_process_that_would_read_the_first_batches_again_is_refused() -> None:
     args = TrainingArguments("out", report_to=[], use_cpu=True, ignore_data_skip=True)
     with pytest.raises(ConfigError, match="does not support ignore_data_skip"):
         RallypointTrainer(torch.nn.Linear(1, 1), args).train()
+
+
+@pytest.mark.parametrize("what", ["iterable", "own loader", "by length"])
+def test_data_that_every_process_would_read_whole_is_refused(what: str) -> None:
+    from transformers import TrainingArguments
+
+    from rallypoint.bridges.huggingface import RallypointTrainer
+
+    rows = [{"x": torch.ones(1), "labels": torch.ones(1)} for _ in range(8)]
+
+    class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+            return iter(rows)
+
+    class Trainer(RallypointTrainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(rows) if what == "own loader" else super().get_train_dataloader()
+
+    strategy = "group_by_length" if what == "by length" else "random"
+    args = TrainingArguments("out", report_to=[], use_cpu=True, max_steps=2, train_sampling_strategy=strategy)
+    trainer = Trainer(torch.nn.Linear(1, 1), args, train_dataset=Stream() if what == "iterable" else rows)
+    with EmbeddedJob() as job:
+        trainer._joined = job
+        with pytest.raises(ConfigError, match=r"a map-style data set: give .*no IterableDataset"):
+            trainer.train()
 
 
 def test_accelerate_prepares_a_wrapped_optimizer() -> None:

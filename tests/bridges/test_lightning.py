@@ -13,7 +13,7 @@ import pytest
 import torch
 from trainings import fit_lightning
 
-from rallypoint.errors import ConfigError
+from rallypoint.errors import ConfigError, DataError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster
 from rallypoint.worker.wrapped import WrappedOptimizer
@@ -111,6 +111,20 @@ def test_a_loader_that_is_made_again_leaves_out_batches_in_the_epoch_of_the_rest
         loader = strategy.process_dataloader(torch.utils.data.DataLoader(list(range(40)), batch_size=2))
         read[epoch] = [int(batch[0]) for batch in loader]
     assert read == {1: [12, 16, 20, 24, 28, 32, 36], 2: [0, 4, 8, 12, 16, 20, 24, 28, 32, 36]}
+
+
+def test_a_sampler_that_reads_in_another_way_is_refused() -> None:
+    from lightning.pytorch.trainer.states import TrainerFn
+
+    from rallypoint.bridges.lightning import RallypointStrategy
+
+    strategy, data = RallypointStrategy("cpu"), list(range(40))
+    strategy._job = SimpleNamespace(started=2)
+    trainer = SimpleNamespace(training=True, state=SimpleNamespace(fn=TrainerFn.FITTING), current_epoch=0)
+    strategy._lightning_module = SimpleNamespace(trainer=trainer)
+    few = torch.utils.data.RandomSampler(data, replacement=True, num_samples=8)
+    with pytest.raises(DataError, match=r"a DataLoader with a RandomSampler was given: .* in that order"):
+        strategy.process_dataloader(torch.utils.data.DataLoader(data, batch_size=2, sampler=few))
 
 
 def _fit_with(job: Any, folder: Path, more: dict[str, Any]) -> None:

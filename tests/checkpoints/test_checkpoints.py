@@ -205,7 +205,7 @@ WITH = dataclasses.replace
 @pytest.mark.parametrize(
     ("found", "more", "said"),
     [
-        (Checkpoint({"stem.weight": WEIGHTS["stem.weight"]}), {}, "the checkpoint has no weights of "),
+        (Checkpoint({"stem.weight": WEIGHTS["stem.weight"]}), {}, r"has no weights of back\S+: it has stem.weight$"),
         (Checkpoint(WEIGHTS | {"stem.bias": torch.zeros(3)}), {}, r"stem.bias is \(3,\) in the checkpoint and \(24,\)"),
         (Checkpoint(WEIGHTS | {"stem.bias": torch.full((24,), torch.nan)}), {}, "stem.bias has values that"),
         (
@@ -252,6 +252,7 @@ def test_what_does_not_fit_is_refused_with_a_sentence(
         ("none", None, "there is no checkpoint"),
         ("list.pt", [torch.zeros(1)], "not a dict of tensors"),
         ("numbers.pt", {"model": WEIGHTS, "optimizer": {"state": {0: {"step": 1.0}}}}, "is by number"),
+        ("usual.pt", {"state_dict": WEIGHTS, "epoch": 3}, r"no tensors by name \(state_dict, epoch\): save model"),
         ("bad.pt", b"no file of torch", "cannot be read"),
         ("bad.safetensors", b"no file of safetensors", "cannot be read"),
     ],

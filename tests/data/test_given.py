@@ -102,6 +102,16 @@ class Backwards(Sampler[int]):
         return iter(range(11, -1, -1))
 
 
+class Hard(RandomSampler):
+    def __iter__(self) -> Any:
+        return iter([11] * len(self))
+
+
+class Own(DistributedSampler[Any]):
+    def __iter__(self) -> Any:
+        return iter([11] * len(self))
+
+
 class Twos(BatchSampler):
     pass
 
@@ -118,11 +128,13 @@ class Halved(DataLoader[Any]):
         (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 12, 12)), "a WeightedRandomSampler was given"),
         (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "a RandomSampler was given"),
         (DataLoader(DATA, sampler=SequentialSampler(range(5))), "a SequentialSampler was given"),
+        (DataLoader(DATA, sampler=Hard(DATA)), "a Hard was given: .* so often and in that order"),
+        (DataLoader(DATA, sampler=Own(DATA, 2, 0)), "a Own was given: .* so often and in that order"),
         (DataLoader(DATA, batch_size=None), "or without batches, was given"),
         (DataLoader(DATA, batch_sampler=Twos(RandomSampler(DATA), 2, False)), "with a batch sampler of its own"),
         (Halved(DATA), "a Halved was given, a DataLoader that does something of its own with its batches"),
     ],
-    ids=["own", "weighted", "replacement", "a part", "no batches", "batch sampler", "own batches"],
+    ids=["own", "weighted", "replacement", "a part", "hard", "split", "no batches", "batch sampler", "own batches"],
 )
 def test_what_the_job_cannot_compute_is_refused(loader: Any, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
@@ -135,9 +147,17 @@ def test_a_loader_that_makes_no_sense_is_refused(wrong: Any) -> None:
         rp.Loader(**wrong)
 
 
-@pytest.mark.parametrize(("batch", "told"), [(4, False), (5, True)])
+def test_a_data_loader_in_the_place_of_a_loader_is_refused() -> None:
+    wrong: Any = DataLoader(DATA)
+    with pytest.raises(UsageError, match=r"loader= is a DataLoader: give rp.Loader\(workers=4\)"):
+        given(DATA, loader=wrong)
+
+
+@pytest.mark.parametrize(("batch", "order", "told"), [(4, "shuffled", False), (5, "shuffled", True), (5, "own", False)])
 def test_a_step_that_takes_more_samples_than_there_are_is_told_of(
-    batch: int, told: bool, caplog: pytest.LogCaptureFixture
+    batch: int, order: Any, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    MicroBatches(DATA, JobConfig(replicas=3, batch=batch, steps=1), torch.device("cpu"))
+    """Not in a loop of the script's own (``rp.wrap``), whose data the job does not see."""
+    reading = rp.Reading(order=order)
+    MicroBatches(DATA, JobConfig(replicas=3, batch=batch, steps=1, reading=reading), torch.device("cpu"))
     assert ("a step takes 15 samples, and the data set has 12" in caplog.text) == told

@@ -124,6 +124,46 @@ def test_the_script_may_read_the_model_between_two_micro_batches() -> None:
     assert len(losses) == 12
 
 
+@pytest.mark.parametrize("where", ["evaluation", "loop"])
+def test_the_script_may_compute_gradients_beside_training(where: str) -> None:
+    """Autograd keeps some parameters themselves for the backward pass, such as a LayerNorm's weight."""
+
+    def gradient_of(model: torch.nn.Module) -> torch.Tensor:
+        with torch.enable_grad():
+            x = torch.linspace(-1.0, 1.0, 24).view(3, 8).requires_grad_()
+            return torch.autograd.grad(model(x).square().sum(), x)[0]
+
+    def gradients(settings: dict[str, Any]) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.PReLU(8))
+        found: list[torch.Tensor] = []
+        with EmbeddedJob() as job:
+            run = job.train(model, DATA, **{**COMMON, "replicas": 2, **settings})
+            if where == "evaluation":
+                run.every(2)(lambda step: found.append(gradient_of(model)))
+            for micro in run:
+                with micro:
+                    micro.backward(loss_of(model, micro.batch))
+                if where == "loop" and micro.replica == 0:  # (of the second all may be sent, and the version be gone)
+                    found.append(gradient_of(model))
+        return found
+
+    local, streamed = gradients({}), gradients(STREAMED)
+    assert len(local) == (3 if where == "evaluation" else 6)
+    assert all(map(torch.equal, local, streamed))
+
+
+def test_a_graph_that_is_left_after_the_run_says_where_the_values_are() -> None:
+    model, left = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)), list[torch.Tensor]()
+    with EmbeddedJob() as job:
+        for micro in job.train(model, DATA, **{**COMMON, **STREAMED}):
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+            left.append(model(DATA[:4][0].requires_grad_()).sum())
+        with pytest.raises(UsageError, match="stay on the servers"):
+            left[0].backward()  # type: ignore[no-untyped-call]
+
+
 def test_an_evaluation_may_copy_the_model() -> None:
     model, copies = build(CASES["again"]), []
     with EmbeddedJob() as job:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import rallypoint as rp
+from rallypoint.errors import UsageError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster
 
@@ -82,6 +83,41 @@ def test_rows_to_which_autograd_gives_no_gradient_stay_as_they_are() -> None:
                 micro.backward(Half.apply(table(ids), model["top"](x)).square().mean())  # type: ignore[no-untyped-call]
     assert len(seen) == 3
     assert torch.equal(seen[0], seen[-1])
+
+
+def _own_pass(own: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Train, and back-propagate to the table in an `own` pass of the script. Returns its rows and a dense weight."""
+    torch.manual_seed(5)
+    table = torch.nn.Embedding(30, 4, sparse=True, device="meta")
+    model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(4, 1)})
+    seen: list[torch.Tensor] = []
+
+    def evaluate(step: int) -> None:
+        seen.append(table(torch.arange(30)))
+        if own == "evaluation":
+            with torch.enable_grad():  # such as the gradient of the loss with respect to the input, or a sharpness
+                model["top"](table(torch.arange(30))).square().sum().backward()
+
+    with EmbeddedJob() as job:
+        data = torch.utils.data.TensorDataset(torch.arange(30))
+        run = job.train(model, data, replicas=2, batch=3, steps=3, optimizer=rp.SGD(lr=0.1))
+        run.every(1)(evaluate)
+        for micro in run:
+            with micro:
+                (ids,) = micro.batch
+                if own == "micro":
+                    table(ids).square().mean().backward()
+                micro.backward(model["top"](table(ids)).square().mean())
+    return seen[-1], model["top"].weight.detach()
+
+
+def test_an_evaluation_that_back_propagates_adds_nothing_to_what_rows_are_trained_with() -> None:
+    assert all(map(torch.equal, _own_pass("none"), _own_pass("evaluation")))
+
+
+def test_a_backward_of_the_scripts_own_that_reaches_a_table_is_refused_as_one_that_reaches_a_parameter() -> None:
+    with pytest.raises(UsageError, match=r"the script itself calls backward.*rows of table\.weight .* more=True"):
+        _own_pass("micro")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -140,6 +141,13 @@ def test_losses_that_an_error_has_cut_short_are_agreed_on() -> None:
         ranks.micro(has_loss=True)
     ranks.agree(losses, [1.0], Logged())
     assert not figures.finite
+
+
+def test_a_weight_may_be_a_tensor_as_in_a_worker_of_one_process() -> None:
+    figures = Figures(OneRank(), (0, 1))
+    tokens: Any = torch.tensor(3)  # such as those that a mask leaves
+    figures.agree([0.5], tokens, Logged())
+    assert figures.weight == 3.0
 
 
 def test_a_rank_s_wish_to_stop_reaches_rank_0_with_the_replica_s_figures() -> None:

@@ -33,7 +33,7 @@ class RallypointTrainer(Trainer):  # type: ignore[misc]
     The mean over replicas is clipped by `max_grad_norm`, on the servers. Each process evaluates the whole evaluation
     set; replica 0 logs, saves checkpoints and reports. When one process stops early, all end with its step.
 
-    Raises ConfigError for what has no place in it: fp16, FSDP, DeepSpeed, data sets without a length.
+    Raises ConfigError for fp16, FSDP, DeepSpeed, data sets without a length, and a `get_train_dataloader` of its own.
 
     Attributes:
         wrapped: the job's optimizer; None before `train`.
@@ -76,6 +76,11 @@ class RallypointTrainer(Trainer):  # type: ignore[misc]
         return super().train(None, *args, **kwargs)
 
     def _init_training_state(self, max_steps: int, num_update_steps_per_epoch: int, *args: Any) -> tuple[int, int]:
+        if self._sampler is None:  # nobody asked for one: each process would read the same batches
+            raise ConfigError(
+                "RallypointTrainer cuts each global batch of a map-style data set: give one with a length (no Iterable"
+                'Dataset), train_sampling_strategy="random" or "sequential", and no get_train_dataloader of your own'
+            )
         self.create_optimizer()
         self.create_scheduler(max_steps, optimizer=self.optimizer)
         self._created_lr_scheduler = False  # `_prepare_for_training` would make another, of the rates of now
@@ -107,13 +112,10 @@ class RallypointTrainer(Trainer):  # type: ignore[misc]
 
     # ---- data and gradients ----
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler[int]:
+    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler[int] | None:
         data = self.train_dataset if train_dataset is None else train_dataset
         if not has_length(data) or self.args.train_sampling_strategy not in ("random", "sequential"):
-            raise ConfigError(
-                "RallypointTrainer cuts each global batch of a map-style data set: give one with a length, and "
-                'train_sampling_strategy="random" or "sequential"'
-            )
+            return None  # `_init_training_state` refuses it
         assert isinstance(self._joined, Job)
         self._sampler = ReplicaSampler(
             len(data), replicas=self._joined.started, batch=self._train_batch_size,
@@ -143,9 +145,7 @@ class RallypointTrainer(Trainer):  # type: ignore[misc]
         """True on the process of replica 0."""
         return self.replica == 0
 
-    def is_local_process_zero(self) -> bool:
-        """True on the process of replica 0."""
-        return self.replica == 0
+    is_local_process_zero = is_world_process_zero
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As transformers', on replica 0 only."""

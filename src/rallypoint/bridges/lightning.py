@@ -17,10 +17,11 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from rallypoint.bridges.wrap import wrap_in
 from rallypoint.data.order import ReplicaSampler
+from rallypoint.data.spec import ordered
 from rallypoint.errors import ConfigError
 from rallypoint.launch.join import join
 from rallypoint.worker.wrapped import Replay, WrappedOptimizer
@@ -106,23 +107,22 @@ class RallypointStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if not trainer.training or trainer.state.fn != TrainerFn.FITTING:
             return dataloader
         if not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset) or (
-            not isinstance(dataloader.sampler, RandomSampler | SequentialSampler) or dataloader.batch_size is None
+            dataloader.batch_size is None
         ):  # fmt: skip
             raise ConfigError(
                 "RallypointStrategy cuts each global batch of a map-style data set: give training a DataLoader with "
                 "batch_size= and shuffle=, without a sampler of its own"
             )
+        (dataset, order), self._batch = ordered(dataloader), dataloader.batch_size
         sampler = ReplicaSampler(
-            len(dataloader.dataset), replicas=self._job.started, batch=dataloader.batch_size,  # type: ignore[arg-type]
-            shuffled=isinstance(dataloader.sampler, RandomSampler), seed=self._seed,
+            len(dataset), replicas=self._job.started, batch=self._batch, shuffled=order == "shuffled", seed=self._seed,
         )  # fmt: skip
-        self._batch = dataloader.batch_size
         sampler.replica, sampler.epoch = self.global_rank, trainer.current_epoch
         sampler.skip = self._skip * dataloader.batch_size if sampler.epoch == self._epoch else 0  # else it is reloaded
         if not len(sampler):
-            raise ConfigError(f"{len(dataloader.dataset)} samples are less than one batch for each replica")  # type: ignore[arg-type]
+            raise ConfigError(f"{len(dataset)} samples are less than one batch for each replica")
         kept: dict[str, Any] = {name: getattr(dataloader, name) for name in _LOADER}
-        return DataLoader(dataloader.dataset, batch_size=dataloader.batch_size, sampler=sampler, **kept)
+        return DataLoader(dataset, batch_size=dataloader.batch_size, sampler=sampler, **kept)
 
     def post_backward(self, closure_loss: Any) -> None:
         """As Lightning's; tells the job the step's loss, of which this is a part where gradients are accumulated."""

@@ -53,7 +53,7 @@ def _order_of(dataset: MapDataset, config: JobConfig) -> OrderAhead:
         shuffled=config.reading.order == "shuffled", mixed=config.reading.mixed_shards,
         shards=shard_lengths(dataset) if config.reading.order == "windowed" else (),
     )  # fmt: skip
-    if order.length < (step := config.replicas * config.batch):
+    if order.length < (step := config.replicas * config.batch) and config.reading.order != "own":
         log.warning(f"a step takes {step} samples, and the data set has {order.length}: some come more than once in it")
     return OrderAhead(order, config.batch)
 

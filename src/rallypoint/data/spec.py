@@ -92,13 +92,12 @@ def given(data: Any, collate: Collate | None = None, loader: Loader | None = Non
     nothing here: the order follows from the job's seed, and epochs run into one another. An iterable, or a function
     that makes one, is an rp.Stream of one part. Raises DataError for one whose order or batches the job cannot compute.
     """
+    if not isinstance(loader, Loader | None):
+        raise UsageError(f"loader= is a {type(loader).__qualname__}: give rp.Loader(workers=4), or it as the data")
     if not isinstance(data, DataLoader):
         data = Stream(data) if _only_iterable(data) else data
-        if isinstance(data, Stream):
-            return GivenData(data, collate, loader or Loader(), data.settings)
-        return GivenData(
-            data, collate, loader or Loader(), {"reading.order": "sequential"} if isinstance(data, Lanes) else {}
-        )
+        lanes = {"reading.order": "sequential"} if isinstance(data, Lanes) else {}
+        return GivenData(data, collate, loader or Loader(), data.settings if isinstance(data, Stream) else lanes)
     if data.batch_size is None or not (type(data.batch_sampler) is BatchSampler or _torchdatas(data.batch_sampler)):
         raise DataError(
             "a DataLoader with a batch sampler of its own, or without batches, was given: which samples a step takes "
@@ -111,12 +110,10 @@ def given(data: Any, collate: Collate | None = None, loader: Loader | None = Non
         )
     own = data.collate_fn if data.collate_fn is not default_collate else None
     if isinstance(data.dataset, IterableDataset):
-        stream, like = Stream(data.dataset), _like(data)
-        like = replace(like, workers=min(like.workers, 1))  # each would read all of the one part
+        stream, like = Stream(data.dataset), replace(_like(data), workers=min(data.num_workers, 1))  # each reads all
         return GivenData(stream, collate or own, loader or like, {"batch": data.batch_size, **stream.settings})
-    dataset, order = _ordered(data)
-    settings = {"batch": data.batch_size, "reading.order": order}
-    return GivenData(dataset, collate or own, loader or _like(data), settings)
+    dataset, order = ordered(data)
+    return GivenData(dataset, collate or own, loader or _like(data), {"batch": data.batch_size, "reading.order": order})
 
 
 def _only_iterable(data: Any) -> bool:
@@ -132,18 +129,17 @@ def _torchdatas(thing: Any) -> bool:
     return type(thing).__module__.startswith("torchdata.")
 
 
-def _ordered(loader: DataLoader[Any]) -> tuple[Any, str]:
-    """The data set and the order of its samples."""
+def ordered(loader: DataLoader[Any]) -> tuple[Any, str]:
+    """The data set and the order of its samples. DataError for a sampler that has another one, also of a known kind."""
     sampler: Any = loader.sampler
     kind, length = type(sampler), len(loader.dataset)  # type: ignore[arg-type]
     if kind is SequentialSampler and len(sampler) == length:
         return loader.dataset, "sequential"
-    random = isinstance(sampler, RandomSampler) or (_torchdatas(sampler) and kind.__name__ == RandomSampler.__name__)
-    if random and not sampler.replacement and sampler.num_samples == length:
+    if _is(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == length:
         return loader.dataset, "shuffled"
-    if isinstance(sampler, DistributedSampler):
+    if _is(sampler, DistributedSampler):
         return loader.dataset, "shuffled" if sampler.shuffle else "sequential"
-    if isinstance(sampler, SubsetRandomSampler):
+    if _is(sampler, SubsetRandomSampler):
         return Subset(loader.dataset, [int(index) for index in sampler.indices]), "shuffled"
     raise DataError(
         f"a DataLoader with a {kind.__qualname__} was given: the job knows a data set's own order and a shuffled one. "
@@ -152,10 +148,13 @@ def _ordered(loader: DataLoader[Any]) -> tuple[Any, str]:
     )
 
 
+def _is(sampler: Any, kind: type[Any]) -> bool:
+    """True for a sampler of that kind that gives the indices as torch's does, or is torchdata's one of that name."""
+    own = isinstance(sampler, kind) and type(sampler).__iter__ is kind.__iter__
+    return own or (_torchdatas(sampler) and type(sampler).__name__.endswith(kind.__name__))
+
+
 def _like(loader: DataLoader[Any]) -> Loader:
     context = loader.multiprocessing_context
-    start = context if isinstance(context, str) else context.get_start_method() if context is not None else ""
-    return Loader(
-        workers=loader.num_workers, pin_memory=loader.pin_memory, init=loader.worker_init_fn,
-        start=start,  # type: ignore[arg-type]
-    )  # fmt: skip
+    start: Any = context if isinstance(context, str) else context.get_start_method() if context is not None else ""
+    return Loader(workers=loader.num_workers, pin_memory=loader.pin_memory, init=loader.worker_init_fn, start=start)

@@ -33,6 +33,7 @@ from rallypoint.core.layout import Entry, Layout, Shard
 from rallypoint.core.modes import Feature
 from rallypoint.core.optimizer import of_shard
 from rallypoint.core.schedule import peak_of
+from rallypoint.core.typed import named
 from rallypoint.errors import ConfigError, DataError, SnapshotFailed
 from rallypoint.optim import ShardOptimizer, build_optimizer, state_names
 from rallypoint.store.files import sync_to_disk
@@ -134,7 +135,9 @@ def _of_torch(content: Any) -> Checkpoint:
     if not isinstance(content, dict):
         raise DataError(f"it holds a {type(content).__name__}, not a dict of tensors")
     if not isinstance(content.get("model"), Mapping):
-        return Checkpoint(_plain(content))
+        if not (weights := _plain(content)):
+            raise DataError(f"it has no tensors by name ({named([*map(str, content)], 3)}): save model.state_dict()")
+        return Checkpoint(weights)
     whole = content.get("optimizer") or {}
     states = whole.get("state", whole) if isinstance(whole, Mapping) else whole
     if isinstance(states, Mapping) and any(str(key).startswith(_STATE) for key in states):
@@ -325,9 +328,8 @@ def _hugging_face(content: Content, to: Path) -> list[str]:
     tied = content.manifest.job.tied
     once = {name: tensor for name, tensor in content.model.items() if name not in tied}
     _write(to / MODEL_FILE, lambda path: _save_model(once, path, _about(content)))
-    if (to / "config.json").exists():
-        return []
-    return [f"it has no config.json yet, which model.config.save_pretrained({str(to)!r}) writes"]
+    remark = f"it has no config.json yet, which model.config.save_pretrained({str(to)!r}) writes"
+    return [] if (to / "config.json").exists() else [remark]
 
 
 def _dcp(content: Content, to: Path) -> list[str]:
@@ -336,11 +338,9 @@ def _dcp(content: Content, to: Path) -> list[str]:
     manifest, whole = content.manifest, {"model": content.model, "step": step}
     remarks = ["without the optimizer's state, which is not one of plain training"]
     if content.optimizer is not None:
-        remarks, job = [], manifest.job
-        reductions = reductions_at(manifest.decided.reductions, manifest.version)
-        whole["optimizer"] = optimizer_content(
-            content.optimizer, parse(job.config), job.layout, manifest.version, reductions,
-        )  # fmt: skip
+        remarks, job, at = [], manifest.job, manifest.version
+        reductions = reductions_at(manifest.decided.reductions, at)
+        whole["optimizer"] = optimizer_content(content.optimizer, parse(job.config), job.layout, at, reductions)
     _write(to, lambda path: write_dcp(whole, path))
     return remarks
 
@@ -454,9 +454,8 @@ class _States:
         entries = self._layout.entries
         self._weights = {e.spec.name: self._of(self._model, e, "weights") for e in entries}
         trained = [entry for entry in entries if entry.spec.group >= 0]
-        self._moments: dict[str, dict[str, torch.Tensor]] = {}
-        if self._optimizer:
-            self._moments = {e.spec.name: self._of(self._optimizer, e, "optimizer state") for e in trained}
+        kept = self._optimizer
+        self._moments = {e.spec.name: self._of(kept, e, "optimizer state") for e in trained} if kept else {}
         for entry in entries:
             name, found, shape = entry.spec.name, tuple(self._weights[entry.spec.name].shape), tuple(entry.spec.shape)
             if found != shape:
@@ -520,7 +519,7 @@ class _States:
         names = [name, *(other for other, first in self._others.items() if first == name)]
         found = [(known, by_name[known]) for known in names if known in by_name]
         if not found:
-            raise DataError(f"the checkpoint has no {what} of {name}")
+            raise DataError(f"the checkpoint has no {what} of {name}: it has {named([*by_name], 3)}")
         for known, other in found[1:]:
             if not _same(found[0][1], other):
                 raise DataError(

@@ -80,7 +80,7 @@ class Figures:
         rank has a loss.
         """
         mean = mean_of(losses) if losses else None
-        mine = RankSaid(self._part[0], mean, weight, logged.means(), self.stop)
+        mine = RankSaid(self._part[0], mean, float(weight), logged.means(), self.stop)
         encoded = msgspec.msgpack.encode(mine)  # not JSON, which has no NaN
         found = [msgspec.msgpack.decode(one, type=RankSaid) for one in self._group.all_bytes(encoded)]
         weights = {one.weight for one in found}

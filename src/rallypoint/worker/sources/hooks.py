@@ -119,10 +119,7 @@ class Staging:
 
     def write(self, slot: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
         """Copy (or add) `gradient` into `slot`, a CPU view of the same shape."""
-        if add:
-            slot.add_(gradient)
-        else:
-            slot.copy_(gradient)
+        slot.add_(gradient) if add else slot.copy_(gradient)
 
     def then(self, call: Callable[[], None]) -> None:
         """Run `call` once everything written so far is in its slot."""
@@ -246,9 +243,7 @@ def staging_for(device: torch.device, failed: Callable[[BaseException], None]) -
     return DeviceStaging(CudaCopies(device), failed) if device.type == "cuda" else Staging()
 
 
-# ---- Tables: a model's embeddings whose rows stay on the servers ----
-#
-# A forward pulls the rows of its batch. The rows' gradients are pushed with the replica's other gradients.
+# ---- Tables: a model's embeddings whose rows stay on the servers. A forward pulls the rows of its batch ----
 
 
 class Tables:
@@ -262,10 +257,10 @@ class Tables:
             for module in sharing:
                 module.forward = table.lookup  # type: ignore[method-assign]
 
-    def begin_backward(self) -> None:
-        """Begin a backward pass. All uses of a row within one pass are summed first, as autograd sums them."""
+    def settle(self, *, begins: bool) -> None:
+        """A backward pass of the job begins, or is over: all uses of a row in it are summed first, as autograd does."""
         for table in self._tables:
-            table.settle()
+            table.settle(begins=begins)
 
     def push(self) -> None:
         """Push every part of every table for the computed replica; parts without used rows get empty contributions."""
@@ -290,10 +285,11 @@ class _Table:
         self.reset()
 
     def reset(self) -> None:
-        self._sum = RowSum(self._columns)
+        self._sum, self._in_backward = RowSum(self._columns), False
         self._fresh = RowSum(self._columns)  # of the backward pass in progress
 
-    def settle(self) -> None:
+    def settle(self, *, begins: bool) -> None:
+        self._in_backward = begins
         if len(self._fresh.ids):
             self._sum.add(self._fresh.ids, self._fresh.values)
             self._fresh = RowSum(self._columns)
@@ -312,9 +308,14 @@ class _Table:
 
     def _keeper(self, ids: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def keep(rows: torch.Tensor) -> None:
-            if rows.grad is not None:  # None: an operation gave these rows no gradient
+            if not self._in_backward and self._exchange.rows.in_micro:
+                raise UsageError(
+                    f"the script itself calls backward(), which gives rows of {self._name} a gradient: give "
+                    "micro.backward the sum of all losses, or each of them, all but the last with more=True"
+                )
+            if self._in_backward and rows.grad is not None:  # None: an operation gave these rows no gradient
                 self._fresh.add(ids, rows.grad.to("cpu", torch.float32))
-                rows.grad = None
+            rows.grad = None  # (what an evaluation computes is the script's)
 
         return keep
 
@@ -338,7 +339,6 @@ class _Table:
         return [(part, place) for part, place in split if len(place)]
 
     def push(self) -> None:
-        self.settle()
         used = {part.index: place for part, place in self._split(self._sum.ids)}
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         for part in self._parts:
@@ -398,12 +398,13 @@ class GradientHooks(DeltaSource):
     def begin_backward(self, weight: float, *, finite: Callable[[], bool], last: bool) -> None:
         """Begin a backward pass. With `last`, shards are sent as they become complete."""
         self._last, self._in_backward = last, True
-        self._tables.begin_backward()
+        self._tables.settle(begins=True)
         if last:
             self._staging.then(lambda: self._exchange.replica.weigh(weight, finite=finite()))
 
     def end_backward(self) -> None:
         self._in_backward = False
+        self._tables.settle(begins=False)
 
     def end_replica(self, replica: int) -> None:
         """Send what is left after the last backward, and the buffers to which this replica contributes.
@@ -450,11 +451,10 @@ class GradientHooks(DeltaSource):
         self._open = self._used  # shards that are not complete yet
         self._kept: int | None = None
         self._claimed: dict[int, bool] = {}  # False: the servers do not need this shard's contribution from us
-        self._touched: set[int] = set()
+        self._touched, self._done = set[int](), set[int]()
         self._wide: dict[int, torch.Tensor] = {}  # sums of micro-batches, of parameters in bf16
         self._whole: list[int] = []
         self._beside: dict[int, torch.Tensor] = {}  # of shards that servers do not need: for `clip`, the record
-        self._done: set[int] = set()
 
     def _hook(self, index: int, placed: Placed) -> object:
         def hook(parameter: torch.Tensor) -> None:

@@ -108,8 +108,7 @@ def initialise(module: torch.nn.Module, init: Init | None) -> None:
         init(module)
 
 
-# ---- Prepares a model for streamed parameters: those on the meta device get a place without memory, buffers get
-# values.
+# ---- Prepares a model: parameters on the meta device get a place without memory, buffers get values ----
 
 
 def prepare(model: torch.nn.Module, config: JobConfig, init: Init | None) -> frozenset[str]:
@@ -129,8 +128,7 @@ def prepare(model: torch.nn.Module, config: JobConfig, init: Init | None) -> fro
     _check(model)
     device = next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), None)
     if device is None:  # the script's default; where that is the meta device, the CPU
-        device = torch.get_default_device()
-        device = torch.device("cpu") if device.type == "meta" else device
+        device = torch.device("cpu") if (usual := torch.get_default_device()).type == "meta" else usual
     made: dict[int, tuple[str, torch.nn.Parameter]] = {}
     for owner, module in model.named_modules():
         _fill_buffers(module, owner, device, config.seed, init)
@@ -214,9 +212,6 @@ def _check(model: torch.nn.Module) -> None:
 # pulled again when backward needs it (`torch.autograd.graph.saved_tensors_hooks`).
 
 
-# The order in which passes of a model use its parameters: learnt in one pass, used to ask ahead in the next.
-
-
 MOST_USES = 1 << 16  # that are learnt of one pass
 MOST_AHEAD = 1 << 10  # parameters: a server keeps so many requests of a worker, and more
 
@@ -248,8 +243,7 @@ class UseOrder:
 
     def end(self) -> None:
         """The pass is over."""
-        if self._seen:
-            self._known = self._seen
+        self._known = self._seen or self._known
         self._seen, self._at = [], 0
 
     def ahead(self, nbytes: int) -> list[int]:
@@ -331,6 +325,7 @@ class StreamedParameters:
         self._frames: list[tuple[int, list[int]]] = [(0, [])]  # of the modules that run: their id, what they hold
         self._version: object = None
         self._saving: saved_tensors_hooks | None = None
+        self._own: tuple[int, saved_tensors_hooks] | None = None  # of the module that the script itself has called
 
     @torch.no_grad()
     def install(self) -> None:
@@ -372,7 +367,8 @@ class StreamedParameters:
         self._forget()
         self._evaluates = True
         try:
-            yield
+            with saved_tensors_hooks(self._pack, self._unpack):  # it may turn gradients on
+                yield
         except Rewound:
             log.warning("the evaluation at step %d is given up: the servers do not have that version any more", step)
         finally:
@@ -406,7 +402,7 @@ class StreamedParameters:
 
     def _enter(self, module: torch.nn.Module) -> None:
         """A module is about to run."""
-        if self._saving is None and len(self._frames) == 1:  # a forward pass outside of ``with micro:``
+        if own := self._saving is None and len(self._frames) == 1:  # a forward pass outside of ``with micro:``
             self._order.end()
             self._forget_if_stale()
             self._begin("evaluation")
@@ -416,9 +412,15 @@ class StreamedParameters:
             if parameter is not None and (index := self._index.get(id(parameter))) is not None:
                 self._hold(index)
                 frame.append(index)
+        if own and self._own is None:
+            self._own = id(module), saved_tensors_hooks(self._pack, self._unpack)
+            self._own[1].__enter__()
 
     def _leave_module(self, module: torch.nn.Module) -> None:
         """It has run, also by an error."""
+        if self._own is not None and self._own[0] == id(module):
+            self._own[1].__exit__(None, None, None)
+            self._own = None
         if all(owner != id(module) for owner, _ in self._frames[1:]):
             return
         while True:
@@ -438,8 +440,6 @@ class StreamedParameters:
         if (index := self._index.get(id(parameter))) is None:
             parameter.__class__ = torch.nn.Parameter  # a copy
             return
-        if self._over:
-            raise UsageError(NOT_HERE)
         if not self._exchange.had_version:
             name = self._placed[index].entry.spec.name
             raise UsageError(f"{name} has no values before the first version: use it inside the run's loop")
@@ -485,6 +485,8 @@ class StreamedParameters:
 
     def _use(self, index: int) -> torch.Tensor:
         """The values of a parameter, which something needs now. Raises Rewound when they cannot be had any more."""
+        if self._over:
+            raise UsageError(NOT_HERE)
         if self._evaluates:
             self._forget_if_stale()
         pulled = self._here.get(index)
@@ -511,8 +513,7 @@ class StreamedParameters:
     def _prefetch(self, used: int = -1) -> None:
         """Ask for what is expected next; drop what is not, unless something holds it."""
         ahead = self._order.ahead(self._ahead)
-        keep = {used, *ahead}
-        for index in [index for index in self._here if index not in keep]:
+        for index in self._here.keys() - {used, *ahead}:
             self._pulls.drop(self._here.pop(index))
         for index in ahead:
             if index not in self._here:
