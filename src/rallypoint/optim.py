@@ -80,7 +80,6 @@ _NOT_TORCHS = frozenset(  # set for each group, or in another way
 
 
 def row_of(spec: Optimizer) -> OptimizerRow:
-    """The optimizer's row."""
     return _TABLE[type(spec)]
 
 
@@ -121,7 +120,6 @@ class Pieces:
         return self
 
     def mul_(self, factor: float) -> Pieces:
-        """Multiply each value."""
         self.finite = False
         if self._own:
             torch._foreach_mul_(self.parts, factor)
@@ -139,7 +137,6 @@ class Pieces:
         return self
 
     def copy_(self, values: torch.Tensor) -> Pieces:
-        """Set the words from one vector."""
         for part, new in zip(self.parts, torch.split(values, [part.numel() for part in self.parts]), strict=True):
             part.copy_(new)
         return self

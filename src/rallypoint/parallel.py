@@ -94,11 +94,9 @@ class Board:
             self._text(_SPOT, spot_of(sys._current_frames().get(threading.main_thread().ident or 0)))
 
     def rows(self) -> list[RankRow]:
-        """Return what all ranks have written."""
         return [self._row(rank) for rank in range(self.size)]
 
     def close(self) -> None:
-        """Give up the memory."""
         self._memory.close()
 
     def _row(self, rank: int) -> RankRow:
@@ -190,7 +188,6 @@ class RankGroup:
 
     @property
     def leads(self) -> bool:
-        """Is this the leader?"""
         return self.rank == LEADER
 
     def at(self, where: str) -> None:

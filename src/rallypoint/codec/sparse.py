@@ -116,7 +116,6 @@ class RandomKCodec(_SparseCodec):
         self.unbiased = unbiased
 
     def bytes_for(self, words: int) -> int:
-        """Return the exact size."""
         return self._SEED_BYTES + 4 * count_for(self.ratio, words) if words else 0
 
     def encode(self, values: Tensor, out: memoryview, *, seed: int) -> int:

@@ -113,8 +113,7 @@ def features_with(config: JobConfig, layout: Layout) -> frozenset[Feature]:
 
 
 def check_ranks(config: JobConfig, *, carries: bool = False) -> None:
-    """Raise ConfigError for settings that a worker of several ranks does not support. `carries`: replicas carry state.
-    """
+    """Raise ConfigError for settings that a worker of several ranks lacks. `carries`: replicas carry state."""
     further = {Feature.CARRY} if carries else set()
     if why := refusal(config.mode.name, {*config.features, *further, Feature.RANKS}):
         raise ConfigError(why)

@@ -210,7 +210,6 @@ def _plain(system: Any, path: str) -> str:
 
 
 def _is_web(system: Any) -> bool:
-    """True for HTTP."""
     protocols = (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)
     return bool({"http", "https"}.intersection(protocols))
 

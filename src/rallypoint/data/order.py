@@ -183,7 +183,6 @@ class Forecast:
 
     @property
     def ended(self) -> bool:
-        """True if there are no more."""
         if not self._first:
             self._first = list(islice(self._places, 1))
         return not self._first

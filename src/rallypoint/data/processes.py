@@ -338,7 +338,6 @@ class LoaderProcesses:
         return batch
 
     def close(self) -> None:
-        """End the processes and the thread."""
         with self._changed:
             self._over = True
             self._end_survivors()

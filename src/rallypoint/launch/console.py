@@ -355,12 +355,10 @@ class RunConsole:
         self.console.print(Segments(parts), soft_wrap=True)  # (as text its tabs would become spaces)
 
     def relay_all(self, lines: Iterable[ShownLine]) -> None:
-        """Show these lines that processes printed."""
         for line in lines:
             self.relay(line.process, line.text)
 
     def show(self, message: Message) -> None:
-        """Show one announcement of the coordinator."""
         state, self.heard = self.state, time.monotonic()
         first, before, step = state.plan is None, state.view, state.step
         if not state.take(message, self.heard):
@@ -564,7 +562,6 @@ class RunConsole:
 
     @property
     def _every(self) -> int:
-        """The steps of a round."""
         return self.state.plan.steps_per_round if self.state.plan is not None else 1
 
     def _left_out(self, kind: str) -> str:

@@ -122,9 +122,7 @@ def _modules(home: Path, without: Sequence[Path]) -> Iterator[Path]:
                 continue
             if os.path.isfile(entry) and entry.suffix == ".py" and os.access(entry, os.R_OK):
                 yield entry
-            elif (
-                os.path.isdir(entry) and not os.path.islink(entry) and entry not in without and _may_hold_code(entry)
-            ):
+            elif os.path.isdir(entry) and not os.path.islink(entry) and entry not in without and _may_hold_code(entry):
                 waiting.append(entry)
 
 

@@ -134,7 +134,6 @@ class Supervisor:
         self._held_until = max(self._held_until, at + HOLD_S)
 
     def ended(self, name: str, how: Exit, now: float) -> list[Decision]:
-        """A process has ended."""
         process = self.running.pop(name)
         if process.role == COORDINATOR and how.status == 0:
             return [RunOver()]
@@ -163,7 +162,6 @@ class Supervisor:
         return decisions
 
     def due(self, now: float) -> list[Decision]:
-        """Return the decisions that are due at `now`."""
         if failure := self._failure(now):
             return failure
         first = self.running.get(COORDINATOR)
@@ -194,7 +192,6 @@ class Supervisor:
         return self.wanted[role] - running - len(self._try_at.get(role, ()))
 
     def _failed(self, name: str, process: _Process, how: Exit, now: float) -> list[Decision]:
-        """The process ended by itself, with an error."""
         if self._is_spared(name, process.role):
             return self._try_later(name, process.role, how, now)
         if process.role == COORDINATOR:

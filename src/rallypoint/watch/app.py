@@ -69,7 +69,6 @@ def middleware() -> list[Middleware]:
 
 
 async def healthy(request: Request) -> Response:
-    """The page is served."""
     return PlainTextResponse("ok\n")
 
 
@@ -189,7 +188,6 @@ class Page:
         return JSONResponse(self._news(PageReader()))
 
     async def _settings(self, request: Request) -> Response:
-        """The job's resolved settings."""
         return JSONResponse(await run_in_threadpool(self._resolved))
 
     async def _stream(self, request: Request) -> Response:

@@ -72,7 +72,6 @@ class Timelines:
 
     @property
     def here(self) -> Set[str]:
-        """The members that are here."""
         return self.now.keys()
 
     def over(self, t: float) -> None:
@@ -237,12 +236,10 @@ class Histogram:
         self._counts, self._total = [0] * (len(bounds) + 1), 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Add a value, so many times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 
     def read(self) -> HistogramCounts:
-        """The counts until now."""
         *cumulative, seen = accumulate(list(self._counts))
         return HistogramCounts(self._bounds, cumulative, seen, self._total)
 
@@ -373,7 +370,6 @@ class Series:
     _last: int = -1  # the highest step that has come
 
     def add(self, step: int, value: float) -> None:
-        """Add the value of a step."""
         if not math.isfinite(value):
             return
         self.revision += 1
@@ -401,7 +397,6 @@ class Series:
 
     @property
     def means(self) -> list[float]:
-        """The mean of each point."""
         return [point.total / point.count for point in self.points]
 
     @property
@@ -485,7 +480,6 @@ class RunState:
 
     @property
     def view(self) -> Members | None:
-        """The newest view."""
         return self.views[-1] if self.views else None
 
     @property

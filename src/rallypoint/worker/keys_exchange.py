@@ -229,7 +229,6 @@ class Sends:
             return self.outgoing.popleft() if self.outgoing else None
 
     def run(self, effect: machine.Effect) -> None:
-        """Send what the machine says."""
         if (link := self.links.get(effect.server)) is not None:  # else it has ended: a new one sends this again
             self._send(link, effect, Header(Kind.PUSH, self.keys.number, shard=effect.shard))
 
@@ -357,7 +356,6 @@ class KeyExchange:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """End every link."""
         with self._adopting:
             self._closed = True
             self._links.close()

@@ -612,7 +612,6 @@ def _spec(name: str, tensor: torch.Tensor, group: int) -> TensorSpec:
 
 
 def hash_of(tensor: torch.Tensor) -> str:
-    """Return a hash of a tensor's bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for part in plain_parts(tensor):
         digest.update(_raw(part))

@@ -382,7 +382,6 @@ ASSUMED = (
 
 
 def told(question: Question, candidates: Sequence[Candidate], verdict: Judgement) -> RenderableType:
-    """What is printed."""
     failing = question.machines.mtbf < NEVER
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, highlight=False)
     table.add_column("layout", min_width=_LAYOUT_WIDTH)

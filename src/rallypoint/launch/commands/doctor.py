@@ -504,7 +504,6 @@ class Doctor:
         self._console, self._access, self._heartbeat = console, access, heartbeat
 
     def machine(self) -> MachineFacts:
-        """Examine this machine."""
         facts = msgspec.structs.replace(collect(), clock=0.0)
         for line in (
             f"Python {facts.python}, torch {facts.torch or 'none'}, rallypoint {facts.rallypoint}",

@@ -85,7 +85,6 @@ def server_ranks(place: Place, wanted: str) -> tuple[int, ...] | None:
 
 
 def servers_in_all(place: Place, wanted: str) -> int:
-    """Return the number of servers of the job."""
     ranks = server_ranks(place, wanted)
     return place.nodes if ranks is None else len(ranks)
 
@@ -99,8 +98,7 @@ def servers_here(place: Place, wanted: str) -> tuple[str, ...]:
 
 
 def place_of_torchrun(env: Mapping[str, str]) -> Place | None:
-    """Return the place of this process; None if torchrun has not started it. Raises UsageError if something is missing.
-    """
+    """Return the place of this process; None if torchrun has not started it. UsageError if something is missing."""
     if "TORCHELASTIC_RUN_ID" not in env:
         return None
     if missing := [name for name in _NEEDED if not env.get(name)]:

@@ -119,7 +119,6 @@ class FarEnd:
         self._write(GREETING.encode())
 
     def handle(self, message: ToHost) -> None:
-        """Do what the launcher says."""
         match message:
             case BeginHost():
                 self._begin = message

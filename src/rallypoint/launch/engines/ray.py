@@ -288,8 +288,7 @@ class RayProcess:
         return self._exit
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and to its children. One that waits for room is given up, if that would end it.
-        """
+        """Send a signal to the process and its children. One that waits for room is given up, if that would end it."""
         if self._exit is not None:
             return
         actor = self.actor

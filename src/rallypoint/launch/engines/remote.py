@@ -277,8 +277,7 @@ class HostLink:
 
 
 def _write_all(stream: IO[bytes], outgoing: queue.SimpleQueue[bytes]) -> None:
-    """Write what comes, until b"". What cannot be written is dropped: the connection is broken, as its reader notices.
-    """
+    """Write what comes, until b"". What cannot be written is dropped: its reader notices that the link is broken."""
     with contextlib.suppress(OSError), stream:
         while data := outgoing.get():
             stream.write(data)
@@ -307,8 +306,7 @@ class RemoteCluster(Cluster):
     """Starts processes on these hosts; a context manager that leaves none behind."""
 
     def __init__(self, plan: Launch, hosts: Sequence[Host], shell: RemoteShell, say: Callable[[str], None]) -> None:
-        """`say` gets a sentence about each host that is left out. Raises UsageError when the folders cannot be written.
-        """
+        """`say` gets a sentence about each host that is left out. UsageError when the folders cannot be written."""
         self._hosts = tuple(host if host.python else replace(host, python=sys.executable) for host in hosts)
         if not self._hosts:
             raise UsageError("which machines? give --hosts a file with one host a line, or a list as a,b,c")
@@ -363,7 +361,6 @@ class RemoteCluster(Cluster):
         return process
 
     def end(self) -> None:
-        """Kill every process that still runs, and wait until all have ended."""
         self._ended = True
         for link in self._links.values():
             link.close()
@@ -421,7 +418,6 @@ class FolderSharing:
             raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
-        """Remove the files."""
         for marker in self.markers:
             Path(marker).unlink(missing_ok=True)
 

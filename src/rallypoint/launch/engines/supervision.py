@@ -80,8 +80,7 @@ def again(arguments: tuple[str, ...], address: str) -> tuple[str, ...]:
 
 
 def own_address(place: Place) -> str:
-    """Return the address of this machine that the others can connect to: that of its way to torchrun's store, or out.
-    """
+    """Return this machine's address that the others can connect to: that of its way to torchrun's store, or out."""
     try:
         host = advertised(f"{EVERYWHERE}:0", towards=place.master or _SOMEWHERE).rpartition(":")[0]
     except LinkError:
@@ -346,7 +345,6 @@ class RankSupervisor:
 
 
 def main(arguments: list[str]) -> int:
-    """Supervise one rank. Returns the exit status."""
     duties, output, status = msgspec.json.decode(arguments[0], type=RankDuties), Unhurried(sys.stdout), 1
     try:
         with LocalCluster() as cluster:

@@ -191,7 +191,6 @@ class Targets:
         return True
 
     def gone(self, name: str) -> None:
-        """That process has ended."""
         if self._known.pop(name, None) is not None:
             self._write()
 

@@ -63,7 +63,6 @@ class Version(msgspec.Struct, frozen=True):
 def compared_contribution(
     layout: Layout, then: KeptFingerprints, now: KeptFingerprints, step: int, replica: int
 ) -> ComparedDigests:
-    """Compare one contribution."""
     shards, names = dense_shards(layout), pieces_of(layout)
     recorded, found = then.contributions(step).get(replica), now.contributions(step).get(replica)
     ours = cut(found.digests, len(shards)) if found is not None else [_UNKNOWN] * len(shards)
@@ -76,7 +75,6 @@ def compared_contribution(
 
 
 def compared_version(layout: Layout, then: KeptFingerprints, now: KeptFingerprints, number: int) -> Version:
-    """Compare one version."""
     equal, differ = 0, dict[str, None]()
     theirs, ours = then.version(number), now.version(number)
     for shard, pieces in enumerate(pieces_of(layout)):

@@ -139,7 +139,6 @@ class RowPull:
 
     @property
     def missing(self) -> list[int]:
-        """The shards that have not answered yet."""
         return [shard for shard in self.wanted if shard not in self.got]
 
     @property
@@ -155,7 +154,6 @@ class RowPull:
                 yield shard
 
     def ask(self, shard: int, view: ViewNumber, home: str, connection: int) -> None:
-        """Record that the shard's primary is asked."""
         self._asked[shard] = (view, home, connection)
 
     def answered(self, shard: int, number: int, data: bytearray, *, outdated: bool) -> bool:

@@ -473,7 +473,6 @@ class CodecStates:
         self._given: dict[Key, CodecState] = {}  # taken out of the encoder, not yet confirmed by a server
 
     def run(self, effect: slots.CodecEffect) -> None:
-        """Run one effect."""
         match effect:
             case slots.ResetCodecs():
                 self._encoder.reset()

@@ -78,7 +78,6 @@ class Parts:
 
     @property
     def alone(self) -> bool:
-        """True if this worker is one process."""
         return not isinstance(self.followers, OtherRanks)
 
 

@@ -356,7 +356,6 @@ class EarlyForward:
 
     @torch.no_grad()
     def _swap(self, shards: Sequence[int]) -> None:
-        """Swap slots and parameters."""
         buffer = self._parts.exchange.buffer
         # Inside of a transform of torch.func, nobody may write to a tensor that is not the transform's own
         with torch._C.DisableTorchFunctionSubclass(), temporarily_clear_interpreter_stack():

@@ -192,7 +192,6 @@ class Passes(Loop):
                 )
 
     def ends_round(self, step: int) -> bool:
-        """True if a round ends with this step."""
         return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
 
 
@@ -241,7 +240,6 @@ class Prefetch:
         return self._batches.on_device(batch)
 
     def close(self) -> None:
-        """End the loader processes."""
         if self._processes is not None:
             self._processes.close()
 

@@ -78,7 +78,6 @@ class RankRun(Loop):
         self._weight, self._computed = 1.0, 0  # of the step in progress: the weight, the micro-batches
 
     def say(self, text: str) -> None:
-        """Print a line."""
         say(text)
 
     def stop(self, reason: str = "") -> None:
@@ -236,7 +235,6 @@ class RankJob:
         """Does nothing: the leader is told, and tells this rank."""
 
     def close(self) -> None:
-        """End the process groups that `rallypoint.join` has made."""
         self._group.close()
 
     def __enter__(self) -> RankJob:
@@ -294,5 +292,4 @@ class Lead:
         return tensors
 
     def source(self, tensors: LeaderTensors, exchange: Exchange) -> RankGradients:
-        """Return the source of this worker's contributions."""
         return RankGradients(tensors, exchange, self._figures)

@@ -119,7 +119,6 @@ class SpreadModel:
         self.group.hand_out(tensor, None if here is None else local_of(here), whole)
 
     def forget_gradients(self) -> None:
-        """Drop the gradients of this rank's parameters."""
         for tensor in self._own(self.trained):
             tensor.grad = None
 

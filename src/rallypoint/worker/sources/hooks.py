@@ -242,7 +242,6 @@ class DeviceStaging(Staging):
 
 
 def staging_for(device: torch.device, failed: Callable[[BaseException], None]) -> Staging:
-    """Return the staging for a model on `device`."""
     return DeviceStaging(CudaCopies(device), failed) if device.type == "cuda" else Staging()
 
 

@@ -236,18 +236,15 @@ class UseOrder:
         self._at = 0  # how many of `_known` are behind
 
     def begin(self) -> None:
-        """A pass begins."""
         self._seen, self._at = [], 0
 
     def use(self, index: int) -> None:
-        """The pass uses a parameter."""
         if len(self._seen) < MOST_USES:
             self._seen.append(index)
         with suppress(ValueError):  # not in the pass before, or earlier there: the place stays
             self._at = self._known.index(index, self._at) + 1
 
     def end(self) -> None:
-        """The pass is over."""
         if self._seen:
             self._known = self._seen
         self._seen, self._at = [], 0
@@ -294,7 +291,6 @@ class Counts:
 
     @property
     def uses(self) -> int:
-        """All of them."""
         return self.ready + self.late + self.missed
 
 
