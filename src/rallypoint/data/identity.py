@@ -32,24 +32,20 @@ def identity_of(dataset: MapDataset | Stream) -> DataIdentity:
     not give the same ones again.
     """
     if isinstance(dataset, Stream):
-        return DataIdentity(stream=_of_stream(dataset))
+        first, again = (_digest_of([dataset.parts, *dataset.first(SAMPLED)]) for _ in range(2))
+        if first != again:
+            raise DataError(
+                "the stream gives other items when it is opened a second time, and whoever takes over a replica has to "
+                "open it again: let its order follow from a seed, and let __iter__ begin anew"
+            )
+        return DataIdentity(stream=first)
     length = len(dataset)
     if is_sharded(dataset) and hasattr(dataset, "fingerprint"):
         return DataIdentity(length, (), _shards(dataset))
     last = max(1, SAMPLED - 1)
     positions = sorted({i * (length - 1) // last for i in range(SAMPLED)})
-    first, again = (_digests(dataset, positions) for _ in range(2))
-    return DataIdentity(length, first if first is not None and first == again else (), _shards(dataset))
-
-
-def _of_stream(stream: Stream) -> str:
-    first, again = (_digest_of([stream.parts, *stream.first(SAMPLED)]) for _ in range(2))
-    if first != again:
-        raise DataError(
-            "the stream gives other items when it is opened a second time, and whoever takes over a replica has to "
-            "open it again: let its order follow from a seed, and let __iter__ begin anew"
-        )
-    return first
+    found, once_more = (_digests(dataset, positions) for _ in range(2))
+    return DataIdentity(length, found if found is not None and found == once_more else (), _shards(dataset))
 
 
 def _digest_of(value: Any) -> str:

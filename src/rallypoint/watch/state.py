@@ -180,14 +180,11 @@ class MachinesSeen:
             sorted(sorted(those, key=lambda member: -those[member])[:_SHOWN_SIDE], key=by_number)
             for those in bytes_of.values()
         ]
-        cells = [[self._cell(row, column) for column in sides[1]] for row in sides[0]]
+        # Round trip (s), bytes a second to the column's member and from it; None if they have no link
+        found = [[self.links.get((row, column)) for column in sides[1]] for row in sides[0]]
+        cells = [[link and [link.round_trip, link.sent, link.received] for link in row] for row in found]
         return {"links": {"rows": sides[0], "columns": sides[1], "cells": cells,
                           "members": [len(bytes_of[0]), len(bytes_of[1])]}}  # fmt: skip
-
-    def _cell(self, row: str, column: str) -> list[float] | None:
-        """Round trip (s), bytes a second to the column's member and from it; None if they have no link."""
-        link = self.links.get((row, column))
-        return None if link is None else [link.round_trip, link.sent, link.received]
 
 
 def _told(name: str, host: MachineSeen, own: list[Sampled]) -> dict[str, Any]:

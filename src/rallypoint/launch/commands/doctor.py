@@ -56,8 +56,8 @@ class GpuFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Count
 
 
-class MachineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is true of one machine.
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """What is true of one machine: a probe's answer to `AskFacts`.
 
     Attributes:
         host: its name.
@@ -312,17 +312,11 @@ class _Word(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """What doctors and probes say to each other, in control frames."""
 
 
-_T = TypeVar("_T", bound=_Word)
+_T = TypeVar("_T")
 
 
 class AskFacts(_Word, frozen=True):
     """Tell your machine's facts."""
-
-
-class FactsTold(_Word, frozen=True):
-    """The facts."""
-
-    facts: MachineFacts
 
 
 class AskLink(_Word, frozen=True):
@@ -357,7 +351,7 @@ class BytesArrived(_Word, frozen=True):
     seconds: Seconds
 
 
-_decoder = msgspec.msgpack.Decoder(AskFacts | FactsTold | AskLink | MeasuredLink | Ping | AskArrived | BytesArrived)
+_decoder = msgspec.msgpack.Decoder(AskFacts | MachineFacts | AskLink | MeasuredLink | Ping | AskArrived | BytesArrived)
 
 
 class Probe:
@@ -388,7 +382,7 @@ class Probe:
                 continue
             match _word_of(channel, header):
                 case AskFacts():
-                    _say(channel, FactsTold(msgspec.structs.replace(self._facts(), clock=time.time())))
+                    _say(channel, msgspec.structs.replace(self._facts(), clock=time.time()))
                 case AskLink(address=address):
                     with self._measuring:
                         _say(channel, _measured(self._access, address))
@@ -425,7 +419,7 @@ class ProbeLink:
 
     def facts(self) -> MachineFacts:
         """The facts about the probe's machine; `clock` is how far its clock is ahead of this machine's."""
-        facts = self._ask(AskFacts(), FactsTold).facts
+        facts = self._ask(AskFacts(), MachineFacts)
         return msgspec.structs.replace(facts, clock=facts.clock - time.time())
 
     def link_to(self, address: str) -> MeasuredLink:
@@ -472,7 +466,7 @@ def _admit(hello: Hello) -> Welcome:
     return Welcome()
 
 
-def _say(channel: Channel, word: _Word, *, urgent: bool = True) -> None:
+def _say(channel: Channel, word: _Word | MachineFacts, *, urgent: bool = True) -> None:
     data = msgspec.msgpack.encode(word)
     channel.send(Header(Kind.CONTROL, length=len(data)), memoryview(data), urgent=urgent)
 

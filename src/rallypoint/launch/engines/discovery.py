@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import msgspec
 
@@ -150,21 +150,9 @@ class FoundJob(msgspec.Struct, frozen=True):
     token_file: str = ""
 
 
-class MeetingBoard(Protocol):
-    """One place to publish on, and to look at."""
-
-    def read(self) -> bytes | None:
-        """Return what is published; None while there is nothing. May wait for a second."""
-
-    def published(self, text: bytes) -> contextlib.AbstractContextManager[None]:
-        """While in the body, `text` is published. At its end it is withdrawn."""
-
-
-def board_of(place: Place) -> MeetingBoard:
+def board_of(place: Place) -> FolderBoard | StoreBoard:
     """Return the board of this start of everybody. Raises UsageError if there can be none."""
-    if place.master:
-        return StoreBoard(place)
-    return FolderBoard(place)
+    return StoreBoard(place) if place.master else FolderBoard(place)
 
 
 def look(place: Place, patience: float = PATIENCE_S) -> FoundJob:
@@ -197,7 +185,7 @@ def check_own(path: Path) -> None:
         raise UsageError(f"{path} {why}: it is not used")
 
 
-class FolderBoard(MeetingBoard):
+class FolderBoard:
     """A file in a folder that all processes see: RALLYPOINT_FOLDER, or on one machine one of our own in its /tmp."""
 
     def __init__(self, place: Place) -> None:
@@ -205,7 +193,10 @@ class FolderBoard(MeetingBoard):
         self._name = f"coordinator-{_file_name(place.attempt)}.json"
 
     def read(self) -> bytes | None:
-        """See `MeetingBoard`. Raises UsageError if the folder or the file is another user's, or is something else."""
+        """Return what is published; None while there is nothing.
+
+        Raises UsageError if the folder or the file is another user's, or is something else.
+        """
         try:
             with _entered(self.folder) as folder, folder.open(self._name) as file:
                 if why := not_private(os.fstat(file.fileno())):
@@ -218,6 +209,7 @@ class FolderBoard(MeetingBoard):
 
     @contextlib.contextmanager
     def published(self, text: bytes) -> Iterator[None]:
+        """While in the body, `text` is published. At its end it is withdrawn."""
         with _entered(self.folder) as folder:
             folder.write(self._name, text)
             try:
@@ -226,8 +218,8 @@ class FolderBoard(MeetingBoard):
                 folder.unlink(self._name)
 
 
-class StoreBoard(MeetingBoard):
-    """A key of the TCPStore that torchrun has. torch is imported only when it is needed."""
+class StoreBoard:
+    """The same as a key of the TCPStore that torchrun has. torch is imported only when it is needed."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -247,7 +239,7 @@ class StoreBoard(MeetingBoard):
 
     @contextlib.contextmanager
     def published(self, text: bytes) -> Iterator[None]:
-        """See `MeetingBoard`. This process opens the store where torchrun has not."""
+        """This process opens the store where torchrun has not."""
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # torch names it so itself
 
         store = TCPStore(

@@ -184,7 +184,7 @@ class ModelGuard(BufferGuard):
         self._versions: list[int] = []  # torch's counters, as they must be when the script's code ends
         self._place = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         self._unread: list[tuple[int, Comparison]] = []  # (step, a comparison that a GPU has not finished)
-        self._hooks += [on_parameter_registered(self._on_parameter), before_any_step(self._on_optimizer_step)]
+        self._hooks += [on_parameter_registered(self._on_registered), before_any_step(self._on_optimizer_step)]
 
     def remove(self) -> None:
         """Results that were not read are dropped."""
@@ -296,9 +296,6 @@ class ModelGuard(BufferGuard):
 
     def _on_registered(self, *_: Any) -> None:
         self._registered = self._buffer_is_new = True
-
-    def _on_parameter(self, *_: Any) -> None:
-        self._registered = True
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer of this process is about to step.
