@@ -18,23 +18,8 @@ from rallypoint.codec.spec import DGC, CodecSpec, PowerSGD
 from rallypoint.config.tree import Group, JobConfig, optimizers_of
 from rallypoint.core.layout import MOST_SHARD_BYTES, Layout, carried_in
 from rallypoint.core.modes import Feature, refusal
-from rallypoint.core.optimizer import (
-    ASGD,
-    EMA,
-    SGD,
-    SWA,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Muon,
-    NAdam,
-    RAdam,
-    RMSprop,
-    Sum,
-)
-from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
+from rallypoint.core.optimizer import SGD, Adagrad, Average, Muon, Optimizer, Sum
+from rallypoint.core.policy import Mode, Sync
 from rallypoint.core.schedule import Table
 from rallypoint.core.typed import EXAMPLES, hints_of, written
 from rallypoint.errors import ConfigError
@@ -140,8 +125,7 @@ def _check_periods(config: JobConfig) -> None:
             )
 
 
-_BY_NAME = {*(Sync, BoundedStaleness, Async, LocalSteps, AllReduce), *typing.get_args(CodecSpec), EMA, SWA,
-            *(AdamW, Adam, SGD, Adagrad, NAdam, RAdam, Adamax, Adadelta, RMSprop, ASGD, Muon)}  # as rp.Sync()
+_BY_NAME = {part for kinds in (Mode, CodecSpec, Optimizer, Average) for part in typing.get_args(kinds)}  # as rp.Sync()
 _LARGEST = 2**63 - 1  # what a message can carry
 _Structs = Sequence[type[msgspec.Struct]]
 
