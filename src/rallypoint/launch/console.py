@@ -360,7 +360,7 @@ class RunConsole:
             case protocol.ScriptAt():
                 self._sums_made(self.state.script)
             case protocol.Metrics(step=step, values=values):
-                self.console.print(f"[cyan]step {step:>6}[/cyan]  {_figures(values)}")
+                self.console.print(f"[cyan]step {step:>6}[/cyan]  {escape(_figures(values))}")
             case protocol.Say(text=text) if text.startswith(_REFUSED):
                 if text not in self._said:
                     self._said.add(text)
@@ -536,7 +536,7 @@ class RunConsole:
             left = f"  {(now - self._start) / here * (plan.steps - state.step):.0f} s left" if plan.steps else ""
             # The first step's time is no estimate
             estimate = f"{self._rate(plan.item)}{left}" if here > 1 else ""
-            logged = f"  {_figures(done.figures)}" if done.figures else ""
+            logged = f"  {escape(_figures(done.figures))}" if done.figures else ""
             told, of = f"  loss {loss}" if loss else "", f"/{plan.steps}" if plan.steps else ""
             self.console.print(f"step {state.step}{of}{told}{logged}{estimate}")
 
@@ -557,7 +557,7 @@ class RunConsole:
         return f"{count:,} {unit}{'s' * (count != 1)} {what}"
 
     def _rate(self, item: str) -> str:
-        return "" if len(self._recent) < 2 else f"  {self._per_second:,.0f} {item}/s"
+        return "" if len(self._recent) < 2 else f"  {self._per_second:,.0f} {escape(item)}/s"
 
     def _count(self, by_now: int) -> None:
         self._recent.append((self.heard, by_now))
@@ -571,4 +571,4 @@ class RunConsole:
 
 
 def _figures(values: dict[str, float]) -> str:
-    return escape("  ".join(f"{name} {f'{value:#.4g}'.rstrip('.')}" for name, value in values.items()))
+    return "  ".join(f"{name} {f'{value:#.4g}'.rstrip('.')}" for name, value in values.items())
