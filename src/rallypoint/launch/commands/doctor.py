@@ -519,13 +519,13 @@ class Doctor:
                 with ProbeLink(self._access, address) as asking:
                     facts = asking.facts()
                 found[address] = facts
-                self._tell(of_machine(facts), f"{address} ({escape(facts.host)}): no problem")
+                self._tell(of_machine(facts), f"{address} ({facts.host}): no problem")
             except UnprovenPeer as error:
                 self._tell([Advice(Level.BAD, f"{address}: {error}", "give this doctor the probes' --token-file")])
             except RallypointError as error:
                 self._tell([Advice(Level.BAD, f"{address}: {error}", "does `rallypoint doctor --listen` run there?")])
         for source, target in itertools.permutations(probes, 2):
-            self._console.print(f"[dim]measuring {source} -> {target}[/dim]")
+            self._console.print(f"[dim]{escape(f'measuring {source} -> {target}')}[/dim]")
             links.append(self._link(source, target))
         self._console.print(_table_of_machines(found))
         if links:
@@ -584,7 +584,7 @@ class Doctor:
             if finding.todo:
                 self._console.print(f"      [dim]{escape(finding.todo)}[/dim]", soft_wrap=True)
         if otherwise and not findings:
-            self._console.print(f"{_MARKS[Level.FINE]}  {otherwise}", soft_wrap=True)
+            self._console.print(f"{_MARKS[Level.FINE]}  {escape(otherwise)}", soft_wrap=True)
 
 
 def listen(access: Access, bind: str, console: Console) -> None:
@@ -593,7 +593,7 @@ def listen(access: Access, bind: str, console: Console) -> None:
     facts = collect()
     probe = Probe(access, bind, lambda: facts)
     try:
-        console.print(f"the probe of {facts.host} listens at {probe.address}; Ctrl-C ends it", soft_wrap=True)
+        console.print(f"the probe of {facts.host} listens at {escape(probe.address)}; Ctrl-C ends it", soft_wrap=True)
         while True:
             time.sleep(3600.0)
     except KeyboardInterrupt:
@@ -618,5 +618,5 @@ def _table_of_links(links: Sequence[MeasuredLink]) -> Table:
     table = Table("from", "to", "round trip", "throughput", box=SIMPLE)
     for link in links:
         figures = (f"{1000 * link.round_trip:.2f} ms", bits(link.rate)) if not link.trouble else ("none", "none")
-        table.add_row(link.source, link.target, *figures)
+        table.add_row(escape(link.source), escape(link.target), *figures)
     return table
