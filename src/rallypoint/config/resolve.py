@@ -178,10 +178,8 @@ def _as_data(key: str, value: Any) -> Any:
 
 
 def _not_data(key: str, value: Any) -> str:
-    """The error message for a setting that is a live object.
-
-    Settings must be data, because servers and other workers read them.
-    """
+    """The error message for a setting that is a live object. Settings must be data, because servers and other workers
+    read them."""
     for place, inner in _inside(value):
         try:
             msgspec.to_builtins(inner)

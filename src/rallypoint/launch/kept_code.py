@@ -106,10 +106,8 @@ def _write(path: Path, text: bytes) -> None:
 
 
 def _modules(home: Path, without: Sequence[Path]) -> Iterator[Path]:
-    """Yield the Python files below `home`, those directly in it first.
-
-    Leaves out virtual environments, hidden folders, the folders of runs, what this user cannot read, and `without`.
-    """
+    """Yield the Python files below `home`, those directly in it first. Leaves out virtual environments, hidden folders,
+    the folders of runs, what this user cannot read, and `without`."""
     waiting, seen = [home], 0
     while waiting and seen < _FOLDERS:
         folder, seen = waiting.pop(0), seen + 1
@@ -217,10 +215,8 @@ def refuse_others_script(plan: Launch, doing: str, instead: str) -> str:
 
 
 def _with_all_in(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the path of a folder, and of everything in it, and whether only this user can come to it there.
-
-    Links are not followed.
-    """
+    """Yield the path of a folder, and of everything in it, and whether only this user can come to it there. Links are
+    not followed."""
     yield folder, False
     hidden = set[Path]()
     for inside, folders, files in os.walk(folder):

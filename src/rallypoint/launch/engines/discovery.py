@@ -290,9 +290,7 @@ def private_folder(place: Place) -> Iterator[Path]:
 @contextlib.contextmanager
 def _entered(path: Path, *, make: bool = False) -> Iterator[OpenFolder]:
     """In the body the folder that all processes see is open. The one of a name that others can guess must be ours.
-
-    Raises UsageError if it is not, or is no folder; FileNotFoundError if there is none.
-    """
+    Raises UsageError if it is not, or is no folder; FileNotFoundError if there is none."""
     with contextlib.ExitStack() as stack:
         try:
             folder = stack.enter_context(opened(path, make=make))

@@ -287,12 +287,9 @@ class RankSupervisor:
         return self._command(name, command.role, command.argv)
 
     def _over(self) -> int | None:
-        """Return the exit status if there is nothing left to do.
-
-        A worker that has ended well leaves servers and the coordinator to others until they end by themselves. After an
-        error they get a moment, in which the coordinator tells the others. A worker that was started again and found
-        no job any more has not failed.
-        """
+        """Return the exit status if there is nothing left to do. A worker that has ended well leaves servers and the
+        coordinator to others until they end by themselves. After an error they get a moment, in which the coordinator
+        tells the others. A worker that was started again and found no job any more has not failed."""
         alone = not (self._children or self._start_at)
         if self._status is None:
             workers = [name for name, child in self._children.items() if child.process.command.role == "worker"]

@@ -336,10 +336,8 @@ class _HealthServer(ThreadingMixIn, HTTPServer):
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Take the connection, and cut off the oldest if there are too many.
-
-        Who holds connections and asks nothing must not keep probes out: Kubernetes would end a process that is well.
-        """
+        """Take the connection, and cut off the oldest if there are too many. Who holds connections and asks nothing
+        must not keep probes out: Kubernetes would end a process that is well."""
         with self._lock:
             if len(self._ending) >= _MOST_ENDING:
                 return False

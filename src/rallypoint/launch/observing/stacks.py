@@ -145,10 +145,8 @@ def _size(path: Path) -> int:
 
 
 def _ask(path: Path, owner: StackOwner) -> str:
-    """Ask a process for its stacks. Returns why that cannot be; "" if it was asked.
-
-    Only a process that has this very file open is asked, and only if it handles the signal: it would end another one.
-    """
+    """Ask a process for its stacks. Returns why that cannot be; "" if it was asked. Only a process that has this very
+    file open is asked, and only if it handles the signal: it would end another one."""
     try:
         handle = os.pidfd_open(owner.pid)  # from here on the number cannot be another process's
     except OSError:

@@ -630,10 +630,8 @@ class Arrivals(Receiver):
         self._locked.fail(JobAborted(f"the link to server {server.id} has failed: {fault!r}"))
 
     def _check_version(self, header: Header) -> int:
-        """The replica that the version is for; 0: for all.
-
-        ProtocolError for a version that the job cannot have: the worker would wait for the other shards' for ever.
-        """
+        """The replica that the version is for; 0: for all. ProtocolError for a version that the job cannot have: the
+        worker would wait for the other shards' for ever."""
         replica = header.wants - 2 if header.wants else 0
         if header.step > self._most_updates or header.base > self._rounds or replica >= self._replicas:
             raise ProtocolError(

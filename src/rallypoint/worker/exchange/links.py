@@ -318,9 +318,7 @@ class ServerLink:
 
     def _feed(self) -> None:
         """Give the channel what may leave now: at most one contribution, so that others can still overtake the rest.
-
-        Requests need no credit, but keep their place among the contributions (none has a rank where there are any).
-        """
+        Requests need no credit, but keep their place among the contributions (none has a rank where there are any)."""
         while True:
             ready = []
             with self._lock:

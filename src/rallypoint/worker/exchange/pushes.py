@@ -377,12 +377,9 @@ class Pushes:
         self._push_slot(send, header._replace(flags=flags, wants=sum(1 << bit for bit in named)))
 
     def _push_slot(self, send: slots.Send, header: Header) -> None:
-        """Queue the slot's own bytes, unless the slot has been reused.
-
-        After the machine decided to send, the link may have ended and reconnected. That freed the slot, so the main
-        thread may be writing to it. The check is safe under the lock: the thread that reports a link's end needs it
-        too.
-        """
+        """Queue the slot's own bytes, unless the slot has been reused. After the machine decided to send, the link may
+        have ended and reconnected. That freed the slot, so the main thread may be writing to it. The check is safe
+        under the lock: the thread that reports a link's end needs it too."""
         with self._lock:
             link = self._links.get(send.server)
             if link is not None and self._queued(send.shard, send.serial):
@@ -390,12 +387,10 @@ class Pushes:
                 link.push(header, self.slot(send.shard), sent=sent, rank=self._rank(send))
 
     def _rank(self, send: slots.Send) -> Rank:
-        """A lower replica goes first: while it is missing, servers keep credit of the others back.
-
-        Then as the forward pass needs them, from the end of the backward pass on. Until then in an order that is
-        scattered over all layers, and the same on every worker. With the newest first, workers that are a little apart
-        send different ones, and few sums are whole; with the oldest first, those of the middle layers come too late.
-        """
+        """A lower replica goes first: while it is missing, servers keep credit of the others back. Then as the forward
+        pass needs them, from the end of the backward pass on. Until then in an order that is scattered over all layers,
+        and the same on every worker. With the newest first, workers that are a little apart send different ones, and
+        few sums are whole; with the oldest first, those of the middle layers come too late."""
         if not self.ranks:
             return ()
         rank = self.ranks[send.shard]

@@ -298,10 +298,8 @@ class ModelGuard(BufferGuard):
         self._registered = self._buffer_is_new = True
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An optimizer of this process is about to step.
-
-        In an embedded job it may be a server's, on the server's thread.
-        """
+        """An optimizer of this process is about to step. In an embedded job it may be a server's, on the server's
+        thread."""
         if not self._script_runs:
             return
         for group in optimizer.param_groups:

@@ -367,10 +367,8 @@ class EarlyForward:
 
 
 def _read_unseen(parts: Parts, *, first: bool) -> str:
-    """What in this model reads parameters without a torch function that gets them; "" if nothing is known to.
-
-    Unless it is the `first` look, what only graphs of earlier steps hold does not count: no forward pass reads that.
-    """
+    """What in this model reads parameters without a torch function that gets them; "" if nothing is known to. Unless it
+    is the `first` look, what only graphs of earlier steps hold does not count: no forward pass reads that."""
     for name, module in parts.model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             return f"module {name or type(module).__name__} is TorchScript, which reads its parameters unseen"
@@ -496,10 +494,8 @@ class Micro:
         return False
 
     def _end_unfinished(self) -> None:
-        """Raise an error: the body ended without `backward`.
-
-        If `backward` failed and the script caught that, name the reason.
-        """
+        """Raise an error: the body ended without `backward`. If `backward` failed and the script caught that, name the
+        reason."""
         try:
             if self._failure is not None:
                 raise self._failure

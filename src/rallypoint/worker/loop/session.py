@@ -420,11 +420,9 @@ class Job:
     # ---- messages from the coordinator, on the link's thread ----
 
     def _on_admitted(self, new: bool) -> None:
-        """The coordinator has admitted this worker (again): repeat what the coordinator may not know.
-
-        Repeat it even when the coordinator seems to know this worker. A coordinator that died before anything was
-        agreed left nothing in its journal, so the next one counts incarnations from 1 again.
-        """
+        """The coordinator has admitted this worker (again): repeat what the coordinator may not know. Repeat it even
+        when the coordinator seems to know this worker. A coordinator that died before anything was agreed left nothing
+        in its journal, so the next one counts incarnations from 1 again."""
         with self._changed:
             record, script = self._record, self._script
         if record is not None:
