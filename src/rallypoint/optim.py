@@ -40,22 +40,15 @@ class Latest(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """One of torch's optimizers, or `Latest`.
+    """One of torch's optimizers, or `Latest`."""
 
-    Attributes:
-        kind: torch's class.
-        tensors: the names of the tensors that it keeps, each of the parameter's shape.
-        numbers: the names of the numbers that it keeps.
-        foreach: use torch's foreach implementation: twice as fast as the for-loop, which is torch's default on a CPU,
-            where it gives the same bytes. None: torch's class has only one.
-        begun: torch makes the state with the optimizer, not with the first step.
-    """
-
-    kind: type[torch.optim.Optimizer]
-    tensors: frozenset[str]
-    numbers: frozenset[str] = frozenset({"step"})
+    kind: type[torch.optim.Optimizer]  # torch's class
+    tensors: frozenset[str]  # the names of the tensors that it keeps, each of the parameter's shape
+    numbers: frozenset[str] = frozenset({"step"})  # the names of the numbers that it keeps
+    # Use torch's foreach implementation: twice as fast as the for-loop, which is torch's default on a CPU, where it
+    # gives the same bytes. None: torch's class has only one.
     foreach: bool | None = True
-    begun: bool = False
+    begun: bool = False  # torch makes the state with the optimizer, not with the first step
 
 
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})

@@ -43,24 +43,15 @@ _WHERE, _SPOT, _WORDS = 64, 64 + _TEXT, 64 + 2 * _TEXT  # offsets of the texts
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """What one rank has written.
+    """What one rank has written."""
 
-    Attributes:
-        rank: which; `pid`: its process, 0 before it has begun.
-        beat: rises twice a second while the process runs.
-        began: when it began with `where`, on the machine's monotonic clock.
-        where: what it does within the group; "" if it does nothing for which another rank waits.
-        spot: the line of the script, if it has been there for some time.
-        words: its last words: the error with which it ends.
-    """
-
-    rank: int
-    pid: int
-    beat: int
-    began: float
-    where: str
-    spot: str
-    words: str
+    rank: int  # which
+    pid: int  # its process, 0 before it has begun
+    beat: int  # rises twice a second while the process runs
+    began: float  # when it began with `where`, on the machine's monotonic clock
+    where: str  # what it does within the group; "" if it does nothing for which another rank waits
+    spot: str  # the line of the script, if it has been there for some time
+    words: str  # its last words: the error with which it ends
 
 
 class Board:

@@ -36,23 +36,14 @@ _FILE, _FOLDER = "file", "directory"  # fsspec's words
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a store, or while folders are listed what else is in them.
+    """A file of a store, or while folders are listed what else is in them."""
 
-    Attributes:
-        path: its path in the store.
-        name: its path below the folder, or below the pattern's first folder, that was given; a file's own name.
-        size: its bytes; -1, while folders are listed: the store does not say.
-        mark: another text when it is written again; "" if the store does not say.
-        kind: "file", "directory", or what else it is.
-        url: the URL that led to it.
-    """
-
-    path: str
-    name: str
-    size: int
-    mark: str
-    kind: str = _FILE
-    url: str = ""
+    path: str  # its path in the store
+    name: str  # its path below the folder, or below the pattern's first folder, that was given; a file's own name
+    size: int  # its bytes; -1, while folders are listed: the store does not say
+    mark: str  # another text when it is written again; "" if the store does not say
+    kind: str = _FILE  # "file", "directory", or what else it is
+    url: str = ""  # the URL that led to it
 
     def __str__(self) -> str:
         protocol, separator, _ = self.url.partition("://")

@@ -256,20 +256,14 @@ class StepPace:
 
 @dataclass(slots=True)
 class StepTimes:
-    """A histogram of the seconds between two steps, and the stalls among them.
+    """A histogram of the seconds between two steps, and the stalls among them."""
 
-    Attributes:
-        total: the seconds of all steps.
-        lost: cause -> the seconds by which stalls were longer than the median.
-        stalls: the number of stalls.
-        longest: (seconds, step, cause) of the longest stall.
-        histogram: how many steps took at most so long, by BOUNDS_S.
-    """
-
-    total: float = 0.0
+    total: float = 0.0  # the seconds of all steps
+    # Cause -> the seconds by which stalls were longer than the median
     lost: Counter[str] = field(default_factory=Counter)
-    stalls: int = 0
-    longest: tuple[float, int, str] = (0.0, -1, "")
+    stalls: int = 0  # the number of stalls
+    longest: tuple[float, int, str] = (0.0, -1, "")  # (seconds, step, cause) of the longest stall
+    # How many steps took at most so long, by BOUNDS_S
     histogram: Histogram = field(default_factory=lambda: Histogram(BOUNDS_S))
     _classes: Counter[int] = field(default_factory=Counter)
     _count: int = 0
@@ -332,18 +326,13 @@ class Series:
 
     Values that are not finite are left out: JSON has none, and no axis can show them. A step that comes again replaces
     all points from it on: a run that went back computes them anew.
-
-    Attributes:
-        width: the steps of each point, a power of two.
-        revision: rises with every change.
-        whole: the revision in which a point other than the last ones was changed.
     """
 
     most: int = MOST_POINTS
-    width: int = 1
+    width: int = 1  # the steps of each point, a power of two
     points: list[Point] = field(default_factory=list)
-    revision: int = 0
-    whole: int = 0
+    revision: int = 0  # rises with every change
+    whole: int = 0  # the revision in which a point other than the last ones was changed
     _last: int = -1  # the highest step that has come
 
     def add(self, step: int, value: float) -> None:

@@ -57,41 +57,28 @@ class GpuFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """What is true of one machine: a probe's answer to `AskFacts`.
+    """What is true of one machine: a probe's answer to `AskFacts`."""
 
-    Attributes:
-        host: its name.
-        rallypoint: the version of this package; `protocol`: the number that both sides of a link must have.
-        python: its version; `torch`: its version, "" if there is none.
-        processor: its model; `capability`: which instructions torch uses ("AVX2", "AVX512", ...).
-        cores: those that this process may use; `memory`: bytes; `files`: how many a process may open.
-        threads: the environment variables that set a number of threads.
-        cubic: is the congestion control there that links ask for?
-        clock: unix time in seconds when it was asked; in a table of machines, how far it is ahead of the first one's.
-        gpus: what `nvidia-smi` lists; `gpu_trouble`: why it could not.
-        cuda: what torch says: the version of CUDA that it was built for, "" for none.
-        gpus_seen: how many GPUs torch can use.
-        kernels: the digest of a small computation, in fp32 and bf16: machines with another one compute other bytes. On
-            the first GPU that torch can use, else on the processor, with one thread; "" without torch.
-    """
-
-    host: Name
-    rallypoint: Name
-    protocol: Count
-    python: Name
-    torch: Name
-    processor: Name
-    capability: Name
-    cores: Count
-    memory: Count
-    files: Count
-    threads: dict[Name, Name]
-    cubic: bool
+    host: Name  # its name
+    rallypoint: Name  # the version of this package
+    protocol: Count  # the number that both sides of a link must have
+    python: Name  # its version
+    torch: Name  # its version, "" if there is none
+    processor: Name  # its model
+    capability: Name  # which instructions torch uses ("AVX2", "AVX512", ...)
+    cores: Count  # those that this process may use
+    memory: Count  # bytes
+    files: Count  # how many a process may open
+    threads: dict[Name, Name]  # the environment variables that set a number of threads
+    cubic: bool  # is the congestion control there that links ask for?
+    # Unix time in seconds when it was asked; in a table of machines, how far it is ahead of the first one's
     clock: float
-    gpus: Annotated[tuple[GpuFacts, ...], msgspec.Meta(max_length=256)] = ()
-    gpu_trouble: Name = ""
-    cuda: Name = ""
-    gpus_seen: Count = 0
+    gpus: Annotated[tuple[GpuFacts, ...], msgspec.Meta(max_length=256)] = ()  # what `nvidia-smi` lists
+    gpu_trouble: Name = ""  # why it could not
+    cuda: Name = ""  # what torch says: the version of CUDA that it was built for, "" for none
+    gpus_seen: Count = 0  # how many GPUs torch can use
+    # The digest of a small computation, in fp32 and bf16: machines with another one compute other bytes. On the first
+    # GPU that torch can use, else on the processor, with one thread; "" without torch.
     kernels: Name = ""
 
 

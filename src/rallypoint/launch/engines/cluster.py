@@ -20,19 +20,13 @@ GROUP = "rallypoint.launch.engines.ranks"  # the program of a worker of several 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A process to start: ``Command(name="server0", role="server", argv=("python", "-P", ...), env={"A": "1"})``.
+    """A process to start: ``Command(name="server0", role="server", argv=("python", "-P", ...), env={"A": "1"})``."""
 
-    Attributes:
-        name: unique among all processes of the run.
-        role: "coordinator", "server", "aggregator" or "worker". A cluster may place the roles on different machines.
-        argv: the program and its arguments.
-        env: environment variables that the process gets in addition to those that the cluster gives every process.
-            Tokens may be among them: they are never shown.
-    """
-
-    name: str
-    role: str
-    argv: tuple[str, ...]
+    name: str  # unique among all processes of the run
+    role: str  # "coordinator", "server", "aggregator" or "worker". A cluster may place the roles on different machines.
+    argv: tuple[str, ...]  # the program and its arguments
+    # Environment variables that the process gets in addition to those that the cluster gives every process. Tokens may
+    # be among them: they are never shown.
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -43,21 +37,13 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended: with a status, or by a signal (``Exit(137, "SIGKILL")``).
+    """How a process ended: with a status, or by a signal (``Exit(137, "SIGKILL")``)."""
 
-    Attributes:
-        status: 0 to 255; 128 plus its number after a signal.
-        signal: the signal's name; "" when the process ended by itself.
-        reason: what else the cluster knows, as a phrase ("out of memory", "preempted"); often "".
-        again: it has asked for another process in its place (`StartAgain`).
-        started: False if it could not be started; the reason says why.
-    """
-
-    status: int
-    signal: str = ""
-    reason: str = ""
-    again: bool = False
-    started: bool = True
+    status: int  # 0 to 255; 128 plus its number after a signal
+    signal: str = ""  # the signal's name; "" when the process ended by itself
+    reason: str = ""  # what else the cluster knows, as a phrase ("out of memory", "preempted"); often ""
+    again: bool = False  # it has asked for another process in its place (`StartAgain`)
+    started: bool = True  # False if it could not be started; the reason says why
 
     @property
     def died(self) -> bool:

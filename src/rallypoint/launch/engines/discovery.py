@@ -37,26 +37,17 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One process among those that a launcher has started, as the launcher counts them.
+    """One process among those that a launcher has started, as the launcher counts them."""
 
-    Attributes:
-        launcher: "torchrun" or "mpirun".
-        rank, world: which of how many.
-        local_rank: which on its machine.
-        nodes: on how many machines.
-        attempt: differs between any two starts of everybody that could be taken for each other.
-        master: ``host:port`` of torch's store; "" where there is none.
-        agent_store: torchrun has the store; else rank 0 has to open it.
-    """
-
-    launcher: str
+    launcher: str  # "torchrun" or "mpirun"
+    # `rank`, `world`: which of how many
     rank: int
     world: int
-    local_rank: int
-    nodes: int
-    attempt: str
-    master: str = ""
-    agent_store: bool = False
+    local_rank: int  # which on its machine
+    nodes: int  # on how many machines
+    attempt: str  # differs between any two starts of everybody that could be taken for each other
+    master: str = ""  # ``host:port`` of torch's store; "" where there is none
+    agent_store: bool = False  # torchrun has the store; else rank 0 has to open it
 
     @property
     def one_machine(self) -> bool:
@@ -320,21 +311,13 @@ SUPERVISION = "rallypoint.launch.engines.supervision"
 
 
 class RankDuties(msgspec.Struct, frozen=True, kw_only=True):
-    """What a supervisor has to do.
+    """What a supervisor has to do."""
 
-    Attributes:
-        place: its place among the others.
-        worker: the script's command line.
-        servers: the names of the servers that it starts.
-        servers_in_all: how many servers the job has.
-        found: the way into the job; None for rank 0, which starts the coordinator.
-    """
-
-    place: Place
-    worker: tuple[str, ...]
-    servers: tuple[str, ...] = ()
-    servers_in_all: int = 1
-    found: FoundJob | None = None
+    place: Place  # its place among the others
+    worker: tuple[str, ...]  # the script's command line
+    servers: tuple[str, ...] = ()  # the names of the servers that it starts
+    servers_in_all: int = 1  # how many servers the job has
+    found: FoundJob | None = None  # the way into the job; None for rank 0, which starts the coordinator
 
 
 def place_of(env: Mapping[str, str]) -> Place | None:

@@ -42,19 +42,13 @@ _END_S = 5.0  # seconds in which a host may end its processes and say so
 
 @dataclass(frozen=True, slots=True)
 class RemoteShell:
-    """The program that leads to a host, starts the far end there, and carries what both say.
+    """The program that leads to a host, starts the far end there, and carries what both say."""
 
-    Attributes:
-        name: of the program, for sentences.
-        command: returns its command line for a host.
-        failed: the exit status by which it says that it has failed itself, and not the far end; None if it has none.
-        hint: what to do if there is no Rallypoint on a host.
-    """
-
-    name: str
-    command: Callable[[Host], list[str]]
+    name: str  # of the program, for sentences
+    command: Callable[[Host], list[str]]  # returns its command line for a host
+    # The exit status by which it says that it has failed itself, and not the far end; None if it has none
     failed: int | None
-    hint: str
+    hint: str  # what to do if there is no Rallypoint on a host
 
 
 class RemoteProcess:

@@ -225,19 +225,12 @@ _NOT_JOINED = "it has not joined its job yet"
 
 @dataclass(slots=True)
 class Health:
-    """What a process says of itself. Each function returns "", or a sentence that says what is wrong.
+    """What a process says of itself. Each function returns "", or a sentence that says what is wrong."""
 
-    Attributes:
-        stuck: why it does not get on. It should be started again then.
-        unready: why it takes no part in its job.
-        address: where it answers, ``host:port``; "" if nobody can ask it.
-        metrics: its figures for Prometheus.
-    """
-
-    stuck: Callable[[], str] = lambda: ""
-    unready: Callable[[], str] = lambda: _NOT_JOINED
-    address: str = ""
-    metrics: MetricsPage = field(default_factory=lambda: MetricsPage("127.0.0.1:0"))
+    stuck: Callable[[], str] = lambda: ""  # why it does not get on. It should be started again then.
+    unready: Callable[[], str] = lambda: _NOT_JOINED  # why it takes no part in its job
+    address: str = ""  # where it answers, ``host:port``; "" if nobody can ask it
+    metrics: MetricsPage = field(default_factory=lambda: MetricsPage("127.0.0.1:0"))  # its figures for Prometheus
 
     def joined(self, unready: Callable[[], str] = lambda: "", stuck: Callable[[], str] = lambda: "") -> None:
         """From now on it takes part in its job, but for what these functions say."""

@@ -419,13 +419,9 @@ def _compiled() -> str:
 
 
 class Loop:
-    """What a micro-batch needs of the loop that yields it: `Passes`, or `RankRun` on a rank that does not lead.
+    """What a micro-batch needs of the loop that yields it: `Passes`, or `RankRun` on a rank that does not lead."""
 
-    Attributes:
-        logged: the figures that the script has logged of the replica.
-    """
-
-    logged: Logged
+    logged: Logged  # the figures that the script has logged of the replica
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
