@@ -146,17 +146,14 @@ class InPlace:
     between the two carry no payload. The server only prepares its updates, and the worker's main thread makes all of
     them when it installs the version: until then the model holds the version before, whatever breaks, and nothing
     changes it beside the script's code.
-
-    Attributes:
-        parameters: by shard. Empty: the job's parameters are sent as between processes. Set before the job is proposed.
-        gradients: by shard, the sum over all replicas, which the server takes. Set before the frame that says so.
-        means: by shard, where the worker steps: what the server has made of the gradient.
     """
 
     def __init__(self) -> None:
+        # By shard. Empty: the job's parameters are sent as between processes. Set before the job is proposed.
         self.parameters: dict[int, Pieces] = {}
+        # By shard, the sum over all replicas, which the server takes. Set before the frame that says so.
         self.gradients: dict[int, Pieces] = {}
-        self.means: dict[int, Pieces] = {}
+        self.means: dict[int, Pieces] = {}  # by shard, where the worker steps: what the server has made of the gradient
         self.updates: dict[int, Callable[[], None]] = {}  # by shard; the server's thread sets them
 
     def install(self) -> None:

@@ -210,10 +210,6 @@ class Carried:
     """The state of each of `replicas` replicas. Main thread only.
 
     `first` is what each replica begins with. Raises ConfigError when it cannot be carried.
-
-    Attributes:
-        tensors: by the layout's names, the values in the model's version, or those that a replica has left since.
-        specs: the layout's, in the same order.
     """
 
     def __init__(self, first: Carry, replicas: int, device: torch.device) -> None:
@@ -221,8 +217,9 @@ class Carried:
         leaves = dict(_leaves(first, ""))
         _check(leaves, replicas)
         self._names = list(leaves)
+        # By the layout's names, the values in the model's version, or those that a replica has left since
         self.tensors: dict[str, torch.Tensor] = {}
-        self.specs: list[TensorSpec] = []
+        self.specs: list[TensorSpec] = []  # the layout's, in the same order
         for replica in range(replicas):
             for name, leaf in leaves.items():
                 place = _named(replica, name)

@@ -183,16 +183,13 @@ class GpuShare:
     Workers of one job on one machine find each other by names of sockets (Linux's abstract ones: no files, and the
     name is free as soon as the process has died). Example: 8 GPUs and 4 ranks: the first worker sees "0,1,2,3", the
     second "4,5,6,7".
-
-    Attributes:
-        visible: for CUDA_VISIBLE_DEVICES; None: leave it as it is, since there are no GPUs, or fewer than ranks.
-        shared: all shares are taken, so this one is another worker's too.
     """
 
     def __init__(self, ranks: int, job: str, devices: Sequence[str]) -> None:
         """`job` is any text that is the same for the workers of one job; `devices` are those of `devices_of`."""
+        # For CUDA_VISIBLE_DEVICES; None: leave it as it is, since there are no GPUs, or fewer than ranks
         self.visible: str | None = None
-        self.shared = False
+        self.shared = False  # all shares are taken, so this one is another worker's too
         self._name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         shares = shares_of(devices, ranks)
         if not shares:

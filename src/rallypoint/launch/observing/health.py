@@ -63,15 +63,12 @@ class MetricsPage:
 
     Who asks shows `token` as a bearer token. If it is "", only this machine can ask, and no page in a browser, which
     would ask under a name.
-
-    Attributes:
-        read: the readings; none before the process knows its role.
     """
 
     def __init__(self, address: str, token: str = "") -> None:
         self._token = token
         self._private = TcpTransport().private(address)
-        self.read: Read = lambda: ()
+        self.read: Read = lambda: ()  # the readings; none before the process knows its role
 
     def answer(self, header: Callable[[str], str]) -> HttpAnswer:
         """Answer one request. `header` returns a header of it, or "": they decide whether, and in which text format."""

@@ -188,14 +188,10 @@ def unanswered(locked: LockedShell) -> str:
 
 
 class RowPulls:
-    """One pull at a time. `_pull` is the pull in progress; the shell's lock guards it.
-
-    Attributes:
-        in_micro: the script is inside of ``with micro:``, which swallows Rewound. Main thread only.
-    """
+    """One pull at a time. `_pull` is the pull in progress; the shell's lock guards it."""
 
     def __init__(self, locked: LockedShell, links: Links) -> None:
-        self.in_micro = False
+        self.in_micro = False  # the script is inside of ``with micro:``, which swallows Rewound. Main thread only.
         self._locked, self._links = locked, links
         self._pull: RowPull | None = None
         self._pulls = 0
@@ -404,14 +400,10 @@ class PulledParameter:
 
 
 class WordPulls:
-    """Asks for parameters and receives them. The shell's lock guards `_open`; of each parameter, `missing` and `asked`.
-
-    Attributes:
-        nbytes: of parameters that have come.
-    """
+    """Asks for parameters and receives them. The shell's lock guards `_open`, and each one's `missing` and `asked`."""
 
     def __init__(self, locked: LockedShell, links: Links, *, pinned: bool = False) -> None:
-        self.nbytes = 0
+        self.nbytes = 0  # of parameters that have come
         self._locked, self._links, self._pinned = locked, links, pinned
         self._open: dict[int, PulledParameter] = {}  # by the number of each missing range
         self._numbers = itertools.count()

@@ -574,9 +574,6 @@ class ReplicaPushes:
 
     Calls for each replica: `begin`; for each shard `claim`, then `filled`; at last `computed`. Or, at any point,
     `abandoned`.
-
-    Attributes:
-        contributions: records digests of what the replica contributes.
     """
 
     def __init__(
@@ -584,7 +581,7 @@ class ReplicaPushes:
     ) -> None:
         self._buffers = [shard for shard in layout.shards if shard.role == "buffers"]
         self._locked, self._pushes, self._links = locked, pushes, links
-        self.contributions = contributions
+        self.contributions = contributions  # records digests of what the replica contributes
         self._presum, self._replica = locked.machine.presum, -1
         self._began: tuple[int, ViewNumber] | None = None
         # Waits until this slot may be written; False if it need not be. Raises Rewound like `Exchange.check`.
@@ -653,17 +650,13 @@ class ReplicaPushes:
 
 
 class ForwardVersion:
-    """Waits for shards of the version that is being installed, and gives them to the main thread. Main thread only.
-
-    Attributes:
-        waited: seconds that the forward pass in progress has waited for shards.
-    """
+    """Waits for shards of the version that is being installed, and gives them to the main thread. Main thread only."""
 
     def __init__(
         self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links, describe: Callable[[], str]
     ) -> None:
         """`describe` says what the main thread waits for, as a phrase."""
-        self.waited = 0.0
+        self.waited = 0.0  # seconds that the forward pass in progress has waited for shards
         self._task = slots.Compute(-1, -1)  # the replica in progress
         self._locked, self._pushes, self._links, self._describe = locked, pushes, links, describe
         machine = locked.machine

@@ -213,13 +213,10 @@ class EarlyForward:
 
     Calls: `start` for each replica; then, if it returned True, `begin` before the script gets its first micro-batch,
     `enter` before each module, `finish` before the backward pass. Or, at any point, `undo`.
-
-    Attributes:
-        inside: the script is inside of ``with micro:``, so a stale forward pass can be unwound.
     """
 
     def __init__(self, parts: Parts, guard: BufferGuard, versions: BufferVersions) -> None:
-        self.inside = False
+        self.inside = False  # the script is inside of ``with micro:``, so a stale forward pass can be unwound
         self._parts, self._guard, self._versions = parts, guard, versions
         self._forward, self._tensors = parts.exchange.forward, parts.tensors
         self._kind = late_kind(self._settle)

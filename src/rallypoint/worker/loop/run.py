@@ -264,9 +264,6 @@ class Evaluator:
     A leased version that the model does not hold is pulled beside what this worker trains with. While the evaluation
     runs, the model holds that version; then it holds again what it held before, bit for bit. A lease that is given to
     another worker, or that a roll-back ends, ends such an evaluation before its next forward pass.
-
-    Attributes:
-        version: the version that the model holds for an evaluation; None while there is none.
     """
 
     def __init__(
@@ -276,7 +273,7 @@ class Evaluator:
         """`around(step)` is entered around evaluations; `restore_buffers()` drops what replicas made of the buffers."""
         self._parts, self._exchange, self._evaluations, self._around = parts, parts.exchange, evaluations, around
         self._restore_buffers = restore_buffers
-        self.version: int | None = None
+        self.version: int | None = None  # the version that the model holds for an evaluation; None while there is none
         self._stops: list[StopWhen] = []
         self._registered = self._named = False  # are the evaluations told; are their figures' names known?
         self._checks = ModuleHooks(parts.model, lambda module: parts.exchange.leased.check())
