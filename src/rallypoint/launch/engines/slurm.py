@@ -165,7 +165,6 @@ def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> s
     if batch.together:
         share = -(-(batch.servers + batch.aggregators) * _SERVER_CPUS // batch.workers)
         text += _sbatch(_resources(batch.workers, batch.worker_cpus + share, batch.gpus))
-        text += _sbatch(each)
     else:
         servers = batch.servers + batch.aggregators
         text += [f"{comment}The first component: coordinator and servers. They need no GPU."]
@@ -173,7 +172,7 @@ def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> s
         text += _sbatch(each)
         text += ["#SBATCH hetjob", f"{comment}The second component: workers."]
         text += _sbatch(_resources(batch.workers, batch.worker_cpus, batch.gpus))
-        text += _sbatch(each)
+    text += _sbatch(each)
     text += [
         "",
         f"{comment}Here: lines of shell before the job, as module load cuda.",
