@@ -73,6 +73,20 @@ def test_figures_of_evaluations_leave_the_live_line_one_line(name: str) -> None:
     shown.close()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_figures_and_items_are_named_as_the_script_names_them(terminal: bool) -> None:
+    said = io.StringIO()
+    console = RunConsole(Console(file=said, width=200, force_terminal=terminal, color_system=None, highlight=False))
+    console.show(msgspec.structs.replace(PLAN, item="tiles [/16]"))
+    for step in (1498, 1499):
+        console.show(StepDone(step=step, loss=0.0123, items=64, figures={"acc[top5]": 0.9}))
+    if console._progress is not None:
+        console._progress.refresh()
+    console.close()
+    assert "acc[top5] 0.9000" in said.getvalue()
+    assert " tiles [/16]/s" in said.getvalue()
+
+
 def test_a_loop_that_tells_no_loss_is_shown_none() -> None:
     own = msgspec.structs.replace(PLAN, loss="said")
     assert not any("nan" in line or "loss" in line for line in said_of(own, StepDone(1499, float("nan"), 64)))

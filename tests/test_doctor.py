@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import re
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -230,6 +234,19 @@ def test_the_doctor_shows_machines_and_links(probe: Probe, access: Access) -> No
     assert "different processor capabilities: AVX2 (2 machines), AVX512 (1 machine)" in text
     assert "2 links are fit for each other" in text
     assert text.count("Mbit/s") + text.count("Gbit/s") == 2
+
+
+def test_addresses_with_brackets_are_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asking(access: Access, address: str) -> contextlib.AbstractContextManager[SimpleNamespace]:
+        measured = partial(MeasuredLink, address, round_trip=0.0001, rate=1e9)
+        return contextlib.nullcontext(SimpleNamespace(facts=lambda: SOUND, link_to=measured))
+
+    monkeypatch.setattr("rallypoint.launch.commands.doctor.ProbeLink", asking)
+    here, there = "[fd00::1]:4700", "[fd00::2]:4700"
+    _, text = examine(Access(), here, there)
+    assert f"fine  {here} (a): no problem" in text
+    assert f"measuring {here} -> {there}" in text
+    assert re.search(rf"{re.escape(here)} +{re.escape(there)} +0.10 ms", text)
 
 
 def test_a_probe_that_does_not_answer_is_a_bad_finding(probe: Probe, access: Access) -> None:

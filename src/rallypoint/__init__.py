@@ -11,63 +11,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rallypoint.bridges.wrap import wrap as wrap
-    from rallypoint.codec.spec import DGC as DGC
-    from rallypoint.codec.spec import Bf16 as Bf16
-    from rallypoint.codec.spec import Fp16 as Fp16
-    from rallypoint.codec.spec import Int4 as Int4
-    from rallypoint.codec.spec import Int8 as Int8
-    from rallypoint.codec.spec import PowerSGD as PowerSGD
-    from rallypoint.codec.spec import RandomK as RandomK
-    from rallypoint.codec.spec import Raw as Raw
-    from rallypoint.codec.spec import Sign as Sign
-    from rallypoint.codec.spec import TopK as TopK
-    from rallypoint.config.tree import Audit as Audit
-    from rallypoint.config.tree import Evaluation as Evaluation
-    from rallypoint.config.tree import Group as Group
-    from rallypoint.config.tree import JobConfig as JobConfig
-    from rallypoint.config.tree import Memory as Memory
-    from rallypoint.config.tree import Network as Network
-    from rallypoint.config.tree import Reading as Reading
-    from rallypoint.core.decisions import ReduceOnPlateau as ReduceOnPlateau
-    from rallypoint.core.optimizer import ASGD as ASGD
-    from rallypoint.core.optimizer import EMA as EMA
-    from rallypoint.core.optimizer import SGD as SGD
-    from rallypoint.core.optimizer import SWA as SWA
-    from rallypoint.core.optimizer import Adadelta as Adadelta
-    from rallypoint.core.optimizer import Adagrad as Adagrad
-    from rallypoint.core.optimizer import Adam as Adam
-    from rallypoint.core.optimizer import Adamax as Adamax
-    from rallypoint.core.optimizer import AdamW as AdamW
-    from rallypoint.core.optimizer import LossScaling as LossScaling
-    from rallypoint.core.optimizer import Muon as Muon
-    from rallypoint.core.optimizer import NAdam as NAdam
-    from rallypoint.core.optimizer import RAdam as RAdam
-    from rallypoint.core.optimizer import RMSprop as RMSprop
-    from rallypoint.core.policy import AllReduce as AllReduce
-    from rallypoint.core.policy import Async as Async
-    from rallypoint.core.policy import BoundedStaleness as BoundedStaleness
-    from rallypoint.core.policy import LocalSteps as LocalSteps
-    from rallypoint.core.policy import Sync as Sync
-    from rallypoint.core.schedule import constant as constant
-    from rallypoint.core.schedule import cosine as cosine
-    from rallypoint.core.schedule import linear as linear
-    from rallypoint.core.schedule import scaled_lr as scaled_lr
-    from rallypoint.core.schedule import step_decay as step_decay
-    from rallypoint.core.schedule import tabulated as tabulated
-    from rallypoint.data.cache import Cache as Cache
-    from rallypoint.data.parquet import Parquet as Parquet
-    from rallypoint.data.spec import Loader as Loader
-    from rallypoint.data.stream import Stream as Stream
-    from rallypoint.data.tars import WebDataset as WebDataset
-    from rallypoint.data.tokens import Lanes as Lanes
-    from rallypoint.data.tokens import TokenFiles as TokenFiles
-    from rallypoint.launch.join import join as join
-    from rallypoint.parallel import Parallel as Parallel
-    from rallypoint.worker.loop.micro import Micro as Micro
-    from rallypoint.worker.loop.run import Run as Run
-    from rallypoint.worker.loop.session import Job as Job
-    from rallypoint.worker.wrapped import WrappedOptimizer as WrappedOptimizer
+    from rallypoint.bridges.wrap import wrap
+    from rallypoint.codec.spec import DGC, Bf16, Fp16, Int4, Int8, PowerSGD, RandomK, Raw, Sign, TopK
+    from rallypoint.config.tree import Audit, Evaluation, Group, JobConfig, Memory, Network, Reading
+    from rallypoint.core.decisions import ReduceOnPlateau
+    from rallypoint.core.optimizer import (  # isort: skip
+        ASGD, EMA, SGD, SWA, Adadelta, Adagrad, Adam, Adamax, AdamW, LossScaling, Muon, NAdam, RAdam, RMSprop,
+    )  # fmt: skip
+    from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
+    from rallypoint.core.schedule import constant, cosine, linear, scaled_lr, step_decay, tabulated
+    from rallypoint.data.cache import Cache
+    from rallypoint.data.parquet import Parquet
+    from rallypoint.data.spec import Loader
+    from rallypoint.data.stream import Stream
+    from rallypoint.data.tars import WebDataset
+    from rallypoint.data.tokens import Lanes, TokenFiles
+    from rallypoint.launch.join import join
+    from rallypoint.parallel import Parallel
+    from rallypoint.worker.loop.micro import Micro
+    from rallypoint.worker.loop.run import Run
+    from rallypoint.worker.loop.session import Job
+    from rallypoint.worker.wrapped import WrappedOptimizer
 
 __version__ = "0.1.0"
 
@@ -98,7 +62,14 @@ _HOMES = {
     for name in names.split()
 }  # fmt: skip
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "ASGD", "DGC", "EMA", "SGD", "SWA", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "AllReduce", "Async", "Audit",
+    "Bf16", "BoundedStaleness", "Cache", "Evaluation", "Fp16", "Group", "Int4", "Int8", "Job", "JobConfig", "Lanes",
+    "Loader", "LocalSteps", "LossScaling", "Memory", "Micro", "Muon", "NAdam", "Network", "Parallel", "Parquet",
+    "PowerSGD", "RAdam", "RMSprop", "RandomK", "Raw", "Reading", "ReduceOnPlateau", "Run", "Sign", "Stream", "Sync",
+    "TokenFiles", "TopK", "WebDataset", "WrappedOptimizer", "__version__", "constant", "cosine", "join", "linear",
+    "scaled_lr", "step_decay", "tabulated", "wrap",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

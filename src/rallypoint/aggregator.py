@@ -201,7 +201,6 @@ class AggregatorRelay(Handler):
         }
 
     def handle(self, event: Event) -> None:
-        """Handle one event."""
         handler = self._handlers.get(type(event))
         if handler is None:  # first weights, states and rows go to the servers
             _refuse(event)

@@ -40,22 +40,15 @@ class Latest(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """One of torch's optimizers, or `Latest`.
+    """One of torch's optimizers, or `Latest`."""
 
-    Attributes:
-        kind: torch's class.
-        tensors: the names of the tensors that it keeps, each of the parameter's shape.
-        numbers: the names of the numbers that it keeps.
-        foreach: use torch's foreach implementation: twice as fast as the for-loop, which is torch's default on a CPU,
-            where it gives the same bytes. None: torch's class has only one.
-        begun: torch makes the state with the optimizer, not with the first step.
-    """
-
-    kind: type[torch.optim.Optimizer]
-    tensors: frozenset[str]
-    numbers: frozenset[str] = frozenset({"step"})
+    kind: type[torch.optim.Optimizer]  # torch's class
+    tensors: frozenset[str]  # the names of the tensors that it keeps, each of the parameter's shape
+    numbers: frozenset[str] = frozenset({"step"})  # the names of the numbers that it keeps
+    # Use torch's foreach implementation: twice as fast as the for-loop, which is torch's default on a CPU, where it
+    # gives the same bytes. None: torch's class has only one.
     foreach: bool | None = True
-    begun: bool = False
+    begun: bool = False  # torch makes the state with the optimizer, not with the first step
 
 
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
@@ -80,7 +73,6 @@ _NOT_TORCHS = frozenset(  # set for each group, or in another way
 
 
 def row_of(spec: Optimizer) -> OptimizerRow:
-    """The optimizer's row."""
     return _TABLE[type(spec)]
 
 
@@ -121,7 +113,6 @@ class Pieces:
         return self
 
     def mul_(self, factor: float) -> Pieces:
-        """Multiply each value."""
         self.finite = False
         if self._own:
             torch._foreach_mul_(self.parts, factor)
@@ -139,7 +130,6 @@ class Pieces:
         return self
 
     def copy_(self, values: torch.Tensor) -> Pieces:
-        """Set the words from one vector."""
         for part, new in zip(self.parts, torch.split(values, [part.numel() for part in self.parts]), strict=True):
             part.copy_(new)
         return self
@@ -156,17 +146,14 @@ class InPlace:
     between the two carry no payload. The server only prepares its updates, and the worker's main thread makes all of
     them when it installs the version: until then the model holds the version before, whatever breaks, and nothing
     changes it beside the script's code.
-
-    Attributes:
-        parameters: by shard. Empty: the job's parameters are sent as between processes. Set before the job is proposed.
-        gradients: by shard, the sum over all replicas, which the server takes. Set before the frame that says so.
-        means: by shard, where the worker steps: what the server has made of the gradient.
     """
 
     def __init__(self) -> None:
+        # By shard. Empty: the job's parameters are sent as between processes. Set before the job is proposed.
         self.parameters: dict[int, Pieces] = {}
+        # By shard, the sum over all replicas, which the server takes. Set before the frame that says so.
         self.gradients: dict[int, Pieces] = {}
-        self.means: dict[int, Pieces] = {}
+        self.means: dict[int, Pieces] = {}  # by shard, where the worker steps: what the server has made of the gradient
         self.updates: dict[int, Callable[[], None]] = {}  # by shard; the server's thread sets them
 
     def install(self) -> None:

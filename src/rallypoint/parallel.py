@@ -43,24 +43,15 @@ _WHERE, _SPOT, _WORDS = 64, 64 + _TEXT, 64 + 2 * _TEXT  # offsets of the texts
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """What one rank has written.
+    """What one rank has written."""
 
-    Attributes:
-        rank: which; `pid`: its process, 0 before it has begun.
-        beat: rises twice a second while the process runs.
-        began: when it began with `where`, on the machine's monotonic clock.
-        where: what it does within the group; "" if it does nothing for which another rank waits.
-        spot: the line of the script, if it has been there for some time.
-        words: its last words: the error with which it ends.
-    """
-
-    rank: int
-    pid: int
-    beat: int
-    began: float
-    where: str
-    spot: str
-    words: str
+    rank: int  # which
+    pid: int  # its process, 0 before it has begun
+    beat: int  # rises twice a second while the process runs
+    began: float  # when it began with `where`, on the machine's monotonic clock
+    where: str  # what it does within the group; "" if it does nothing for which another rank waits
+    spot: str  # the line of the script, if it has been there for some time
+    words: str  # its last words: the error with which it ends
 
 
 class Board:
@@ -94,11 +85,9 @@ class Board:
             self._text(_SPOT, spot_of(sys._current_frames().get(threading.main_thread().ident or 0)))
 
     def rows(self) -> list[RankRow]:
-        """Return what all ranks have written."""
         return [self._row(rank) for rank in range(self.size)]
 
     def close(self) -> None:
-        """Give up the memory."""
         self._memory.close()
 
     def _row(self, rank: int) -> RankRow:
@@ -190,7 +179,6 @@ class RankGroup:
 
     @property
     def leads(self) -> bool:
-        """Is this the leader?"""
         return self.rank == LEADER
 
     def at(self, where: str) -> None:

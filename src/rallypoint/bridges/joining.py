@@ -127,12 +127,10 @@ def _meeting(job: Job, rank: int, coordinator: str, run: str) -> tuple[str, int]
 
 
 def _end_who_waits(made: Sums, over: threading.Event, error: JobAborted) -> None:
-    """No sum can be made any more: end this process, unless its script ends by itself (`over` is set).
-
-    A script hears of it at its next sum. But one that waits in a collective over Gloo for a worker that is paused, or
-    cut off, asks for none, and nothing wakes it: Gloo waits half an hour. A script that does something else, such as to
-    save what it has, is left alone.
-    """
+    """No sum can be made any more: end this process, unless its script ends by itself (`over` is set). A script hears
+    of it at its next sum. But one that waits in a collective over Gloo for a worker that is paused, or cut off, asks
+    for none, and nothing wakes it: Gloo waits half an hour. A script that does something else, such as to save what it
+    has, is left alone."""
 
     def wait() -> None:
         if over.wait(_NOTICED_S):

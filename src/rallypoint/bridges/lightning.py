@@ -147,10 +147,8 @@ class RallypointStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
 
 def _go_to(trainer: Any, position: int) -> tuple[int, int]:
-    """Set the Trainer's progress to where the job is, as a checkpoint of that step would.
-
-    Returns the epoch, and how many of its batches are done.
-    """
+    """Set the Trainer's progress to where the job is, as a checkpoint of that step would. Returns the epoch, and how
+    many of its batches are done."""
     fit, accumulate = trainer.fit_loop, trainer.accumulate_grad_batches
     epoch, step = divmod(position, math.ceil(trainer.num_training_batches / accumulate))
     fit._combined_loader = None  # `setup_data` is called again: now the replica is known

@@ -10,14 +10,7 @@ import sys
 from typer.models import CommandInfo
 
 # They register their commands:
-from rallypoint.cli import (  # noqa: F401
-    by_hand,
-    kubernetes,
-    running,
-    slurm,
-    start,
-    watching,
-)
+from rallypoint.cli import by_hand, kubernetes, running, slurm, start, watching  # noqa: F401
 from rallypoint.cli.app import FIRST, GONE, PANELS, app
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.observe.lenient import encode_all, open_standard_streams, say

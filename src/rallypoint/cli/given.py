@@ -80,7 +80,7 @@ def refuse_option(context: typer.Context, first: str, what: str) -> None:
     name = first.partition("=")[0]
     if name in GONE:
         raise UsageError(f"there is no option {name}: {GONE[name]}")
-    known = [option for parameter in context.command.params for option in parameter.opts if option.startswith("--")]
+    known = _ours(context)
     if what == "recipe" and (owner := _owner(name, context.args)):
         words = [word for word in context.args if word != owner]
         raise UsageError(f"{name} is {owner}'s: rallypoint {context.info_name} {shlex.join([owner, first, *words])}")
@@ -90,6 +90,10 @@ def refuse_option(context: typer.Context, first: str, what: str) -> None:
         f"there is no option {name}{meant(name, known) or f'; `rallypoint {context.info_name} --help` lists them'} "
         f"(the {what}'s own options stand after it)"
     )
+
+
+def _ours(context: typer.Context) -> list[str]:
+    return [option for parameter in context.command.params for option in parameter.opts if option.startswith("--")]
 
 
 def _owner(name: str, words: list[str]) -> str:
@@ -121,7 +125,7 @@ def hint_at_page(watch: bool | None) -> None:
 
 def hint_at_misplaced(context: typer.Context, given: list[str], first: str) -> None:
     """Say which of our options stand after the script or the recipe: they are passed on to it, as everything there."""
-    known = {option for parameter in context.command.params for option in parameter.opts if option.startswith("--")}
+    known = _ours(context)
     found = list(dict.fromkeys(name for argument in given if (name := argument.partition("=")[0]) in known))
     if found:
         print(
@@ -132,7 +136,7 @@ def hint_at_misplaced(context: typer.Context, given: list[str], first: str) -> N
 
 def hint_at_misspelt(context: typer.Context, first: str) -> None:
     """Say which options that we do not have look like one of ours, where those may stand after the script too."""
-    known = {option for parameter in context.command.params for option in parameter.opts if option.startswith("--")}
+    known = _ours(context)
     for name in [argument.partition("=")[0] for argument in context.args if argument.startswith("--")]:
         if guess := meant(name, known):
             print(f"hint: {name} goes to {first}{guess}", file=sys.stderr)

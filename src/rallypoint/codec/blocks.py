@@ -171,10 +171,8 @@ class IntCodec(BlockCodec):
         return whole
 
     def _invert(self, peaks: Array) -> Array:
-        """Turn the blocks' largest magnitudes into scales, in place. Returns the factors to multiply the words with.
-
-        In numpy, because torch's calls on so few numbers would take a quarter of the encoding's time.
-        """
+        """Turn the blocks' largest magnitudes into scales, in place. Returns the factors to multiply the words with. In
+        numpy, because torch's calls on so few numbers would take a quarter of the encoding's time."""
         if not math.isfinite(peaks.max()):
             raise nonfinite(self.name)
         levels = np.float32(self.levels)

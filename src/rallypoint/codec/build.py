@@ -149,7 +149,6 @@ def state_bytes(codec: Codec) -> int:
 
 
 def dump(codec: Stateful) -> bytes:
-    """Return the codec's state as bytes."""
     parts = (tensor.numpy() for _, tensor in sorted(codec.state().items()))
     return b"".join(part.astype(part.dtype.newbyteorder("<"), copy=False).tobytes() for part in parts)
 
@@ -183,7 +182,6 @@ class ShardCodecStates:
         self._limits: dict[tuple[int, tuple[int, ...]], StateLimits] = {}
 
     def has(self, shard: Shard) -> bool:
-        """Return True if the shard's codec has state."""
         return has_state(codec_of(self._config, shard.group)) and self._codecs.of(shard) is not None
 
     def of(self, shard: Shard) -> StateLimits:

@@ -116,7 +116,6 @@ class RandomKCodec(_SparseCodec):
         self.unbiased = unbiased
 
     def bytes_for(self, words: int) -> int:
-        """Return the exact size."""
         return self._SEED_BYTES + 4 * count_for(self.ratio, words) if words else 0
 
     def encode(self, values: Tensor, out: memoryview, *, seed: int) -> int:
@@ -319,16 +318,9 @@ class DGCCodec(TopKCodec):
     """
 
     def __init__(
-        self,
-        words: int,
-        *,
-        ratio: float = 0.001,
-        momentum: float = 0.9,
-        clip: float | None = None,
-        warmup_steps: int = 0,
-        sampled: bool = True,
-        scratch: Scratch | None = None,
-    ) -> None:
+        self, words: int, *, ratio: float = 0.001, momentum: float = 0.9, clip: float | None = None,
+        warmup_steps: int = 0, sampled: bool = True, scratch: Scratch | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(checked_ratio(ratio), sampled=sampled, scratch=scratch)
         if not 0.0 <= momentum < 1.0 or warmup_steps < 0 or (clip is not None and not 0.0 < clip < math.inf):
             raise ConfigError(

@@ -6,28 +6,17 @@ overrides (`--set optimizer.lr.peak=1e-3`). The resolved tree is part of the job
 
 from __future__ import annotations
 
-from rallypoint.config.resolve import overrides_from as overrides_from
-from rallypoint.config.resolve import parse as parse
-from rallypoint.config.resolve import record_of as record_of
-from rallypoint.config.resolve import resolve as resolve
-from rallypoint.config.resolve import with_own_optimizer as with_own_optimizer
-from rallypoint.config.tree import Audit as Audit
-from rallypoint.config.tree import Evaluation as Evaluation
-from rallypoint.config.tree import Group as Group
-from rallypoint.config.tree import GroupSettings as GroupSettings
-from rallypoint.config.tree import JobConfig as JobConfig
-from rallypoint.config.tree import Memory as Memory
-from rallypoint.config.tree import Network as Network
-from rallypoint.config.tree import Reading as Reading
-from rallypoint.config.tree import Settings as Settings
-from rallypoint.config.tree import audits_of as audits_of
-from rallypoint.config.tree import cadence_of as cadence_of
-from rallypoint.config.tree import codec_of as codec_of
-from rallypoint.config.tree import group_of as group_of
-from rallypoint.config.tree import matrices_of as matrices_of
-from rallypoint.config.tree import of_group as of_group
-from rallypoint.config.tree import paces_by_port as paces_by_port
-from rallypoint.config.tree import ranks_of as ranks_of
-from rallypoint.config.tree import settings_applied as settings_applied
-from rallypoint.config.tree import settings_of as settings_of
-from rallypoint.config.tree import with_start_values as with_start_values
+from rallypoint.config.resolve import overrides_from, parse, record_of, resolve, with_own_optimizer
+
+from rallypoint.config.tree import (  # isort: skip
+    Audit, Evaluation, Group, GroupSettings, JobConfig, Memory, Network, Reading, Settings, audits_of, cadence_of,
+    codec_of, group_of, matrices_of, of_group, paces_by_port, ranks_of, settings_applied, settings_of,
+    with_start_values,
+)  # fmt: skip
+
+__all__ = [
+    "Audit", "Evaluation", "Group", "GroupSettings", "JobConfig", "Memory", "Network", "Reading", "Settings",
+    "audits_of", "cadence_of", "codec_of", "group_of", "matrices_of", "of_group", "overrides_from", "paces_by_port",
+    "parse", "ranks_of", "record_of", "resolve", "settings_applied", "settings_of", "with_own_optimizer",
+    "with_start_values",
+]  # fmt: skip

@@ -78,10 +78,7 @@ def _without_gone(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def _completed(record: JobRecord, source: str) -> JobRecord:
     try:
-        new = record_of(
-            parse(record.config), record.layout, record.frozen, data=record.data, tied=record.tied,
-            threads=record.threads,
-        )  # fmt: skip
+        new = _with(parse(record.config), record)
     except ConfigError as error:
         raise ConfigError(f"{source} is of a job that cannot go on: {error}") from None
     if new.rounds != record.rounds:
@@ -89,7 +86,12 @@ def _completed(record: JobRecord, source: str) -> JobRecord:
             f"{source} is of a job of {record.rounds} rounds, and this version of Rallypoint makes {new.rounds} of its "
             "settings: use the version that wrote it"
         )
-    # Encode and decode, as if it came from a worker: lists replace tuples, and members compare configurations.
+    return new
+
+
+def _with(config: JobConfig, record: JobRecord) -> JobRecord:
+    """The record with these settings, as if it came from a worker (lists for tuples): members compare settings."""
+    new = record_of(config, record.layout, record.frozen, data=record.data, tied=record.tied, threads=record.threads)
     return msgspec.msgpack.decode(msgspec.msgpack.encode(new), type=JobRecord)
 
 
@@ -119,9 +121,7 @@ def changed_record(record: JobRecord, overrides: Mapping[str, Any], version: int
         )
     if not changes and not _fewer(record.config, msgspec.to_builtins(config)):
         return record, []
-    new = record_of(config, record.layout, record.frozen, data=record.data, tied=record.tied, threads=record.threads)
-    # As if it came from a worker (lists for tuples): members compare configurations
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(new), type=JobRecord), changes
+    return _with(config, record), changes
 
 
 def _why_not(change: Change, config: JobConfig) -> str:

@@ -18,23 +18,8 @@ from rallypoint.codec.spec import DGC, CodecSpec, PowerSGD
 from rallypoint.config.tree import Group, JobConfig, optimizers_of
 from rallypoint.core.layout import MOST_SHARD_BYTES, Layout, carried_in
 from rallypoint.core.modes import Feature, refusal
-from rallypoint.core.optimizer import (
-    ASGD,
-    EMA,
-    SGD,
-    SWA,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Muon,
-    NAdam,
-    RAdam,
-    RMSprop,
-    Sum,
-)
-from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
+from rallypoint.core.optimizer import SGD, Adagrad, Average, Muon, Optimizer, Sum
+from rallypoint.core.policy import Mode, Sync
 from rallypoint.core.schedule import Table
 from rallypoint.core.typed import EXAMPLES, hints_of, written
 from rallypoint.errors import ConfigError
@@ -113,8 +98,7 @@ def features_with(config: JobConfig, layout: Layout) -> frozenset[Feature]:
 
 
 def check_ranks(config: JobConfig, *, carries: bool = False) -> None:
-    """Raise ConfigError for settings that a worker of several ranks does not support. `carries`: replicas carry state.
-    """
+    """Raise ConfigError for settings that a worker of several ranks lacks. `carries`: replicas carry state."""
     further = {Feature.CARRY} if carries else set()
     if why := refusal(config.mode.name, {*config.features, *further, Feature.RANKS}):
         raise ConfigError(why)
@@ -141,8 +125,7 @@ def _check_periods(config: JobConfig) -> None:
             )
 
 
-_BY_NAME = {*(Sync, BoundedStaleness, Async, LocalSteps, AllReduce), *typing.get_args(CodecSpec), EMA, SWA,
-            *(AdamW, Adam, SGD, Adagrad, NAdam, RAdam, Adamax, Adadelta, RMSprop, ASGD, Muon)}  # as rp.Sync()
+_BY_NAME = {part for kinds in (Mode, CodecSpec, Optimizer, Average) for part in typing.get_args(kinds)}  # as rp.Sync()
 _LARGEST = 2**63 - 1  # what a message can carry
 _Structs = Sequence[type[msgspec.Struct]]
 
@@ -172,7 +155,9 @@ def _in_struct(given: Mapping[str, Any], kinds: _Structs, path: str, partial: bo
         first = f"{path}type={tags[0]}"
         return f"{path.rstrip('.')} has no type: add it, such as {first} (there are {', '.join(tags)})"
     chosen = [kind for kind in kinds if kind.__struct_config__.tag == given.get("type")] or kinds
-    if not partial and len(chosen) == 1 and (missing := _missing(given, chosen[0])):
+    needed = [field.name for field in msgspec.structs.fields(chosen[0]) if field.required]
+    missing = next((name for name in needed if name not in given), None)
+    if not partial and len(chosen) == 1 and missing is not None:
         such = f", such as --set {path}{missing}={EXAMPLES[missing]}" if missing in EXAMPLES else ""
         return f"{path}{missing} is missing, and {given.get('type', path.rstrip('.'))} needs it: add it{such}"
     for name, value in given.items():
@@ -183,12 +168,6 @@ def _in_struct(given: Mapping[str, Any], kinds: _Structs, path: str, partial: bo
         if verdicts and all(verdicts):
             return verdicts[0]
     return ""
-
-
-def _missing(given: Mapping[str, Any], kind: type[msgspec.Struct]) -> str:
-    """The first field that this type needs and that is not given; "" if there is none."""
-    needed = [field.name for field in msgspec.structs.fields(kind) if field.required]
-    return next((name for name in needed if name not in given), "")
 
 
 def _in_value(value: Any, hint: Any, path: str, partial: bool) -> str:
@@ -205,19 +184,14 @@ def _in_value(value: Any, hint: Any, path: str, partial: bool) -> str:
         if first := next(filter(None, wrong), ""):
             return first
     named = [kind for kind in structs if kind is not Sum]  # that one is not for users
-    if isinstance(value, str) and named and all(kind in _BY_NAME for kind in named):
-        return _in_words(value, named, path)
+    if isinstance(value, str) and named and all(kind in _BY_NAME for kind in named):  # a mode, a codec, an optimizer
+        plain = re.sub("[^a-z0-9]", "", value.lower())
+        meant = [kind for kind in named if plain == kind.__name__.lower()]
+        ways = [f"{written(kind)} (--set {path}.type={kind.__struct_config__.tag})" for kind in meant or named]
+        return f"{path} is {_shown(value)}: write {', or '.join(ways)}"
     if _fits(value, hint):
         return ""
     return f"{path} is {_shown(value)}: it must be {_described(hint)}{_WHY.get(path, '')}"
-
-
-def _in_words(value: str, kinds: _Structs, path: str) -> str:
-    """The sentence about a mode, a codec or an optimizer that is given by its name."""
-    plain = re.sub("[^a-z0-9]", "", value.lower())
-    meant = [kind for kind in kinds if plain == kind.__name__.lower()]
-    ways = [f"{written(kind)} (--set {path}.type={kind.__struct_config__.tag})" for kind in meant or kinds]
-    return f"{path} is {_shown(value)}: write {', or '.join(ways)}"
 
 
 def _fits(value: Any, hint: Any) -> bool:

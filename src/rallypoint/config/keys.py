@@ -38,9 +38,7 @@ GONE = {  # settings that earlier versions had: what to do instead
 }
 
 
-def check_keys(
-    given: Mapping[str, Any], kinds: Sequence[type[msgspec.Struct]] = (JobConfig,), path: str = ""
-) -> None:
+def check_keys(given: Mapping[str, Any], kinds: Sequence[type[msgspec.Struct]] = (JobConfig,), path: str = "") -> None:
     """Raise ConfigError for a name that no setting has, at any depth: ``stpes``, ``optimizer.learning_rate``.
 
     A part with a `type` (``optimizer.type=sgd``) has the settings of that type; without one, those of any type that the

@@ -141,11 +141,9 @@ _INSTEAD = {
     "drop_last": "there is no last batch: epochs run into one another",
     "epochs": "give steps=; an epoch is len(dataset) / (replicas * batch) of them",
     "gradient_accumulation_steps": "give accumulate=",
-    "grad_clip": "give clip=",
-    "learning_rate": "give it to the optimizer, optimizer=rp.AdamW(lr=1e-3)",
+    **dict.fromkeys(("grad_clip", "max_grad_norm"), "give clip="),
+    **dict.fromkeys(("learning_rate", "lr"), "give it to the optimizer, optimizer=rp.AdamW(lr=1e-3)"),
     "loss_fn": "the loop computes the loss, and gives it to micro.backward",
-    "lr": "give it to the optimizer, optimizer=rp.AdamW(lr=1e-3)",
-    "max_grad_norm": "give clip=",
     "momentum": "give it to the optimizer, optimizer=rp.SGD(lr=0.1, momentum=0.9)",
     "num_workers": "give loader=rp.Loader(workers=4), or a DataLoader in place of the data set",
     "scheduler": "give the optimizer a schedule, optimizer=rp.AdamW(lr=rp.cosine(1e-3, warmup=100))",
@@ -178,10 +176,8 @@ def _as_data(key: str, value: Any) -> Any:
 
 
 def _not_data(key: str, value: Any) -> str:
-    """The error message for a setting that is a live object.
-
-    Settings must be data, because servers and other workers read them.
-    """
+    """The error message for a setting that is a live object. Settings must be data, because servers and other workers
+    read them."""
     for place, inner in _inside(value):
         try:
             msgspec.to_builtins(inner)

@@ -25,15 +25,7 @@ from rallypoint.core.plan.tuning import shards_for, shards_on_one_host
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.protocol import Welcome
 from rallypoint.core.schedule import Constant, Schedule, rate_at
-from rallypoint.core.typed import (
-    AboveZero,
-    CountFromOne,
-    CountFromZero,
-    FromZero,
-    PartType,
-    ShareOrZero,
-    build_now,
-)
+from rallypoint.core.typed import AboveZero, CountFromOne, CountFromZero, FromZero, PartType, ShareOrZero, build_now
 from rallypoint.errors import ConfigError, ModelError
 
 DownSpec = Raw | Fp16 | Bf16 | Int8

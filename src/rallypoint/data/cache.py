@@ -27,17 +27,11 @@ WAIT_S = 60.0  # for another process that fetches the same bytes
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """Some bytes of one file of a store.
+    """Some bytes of one file of a store."""
 
-    Attributes:
-        file: a digest of the file's URL, size and mark: that of a file that was written again is another one.
-        start: the first byte.
-        stop: the byte after the last one.
-    """
-
-    file: bytes
-    start: int
-    stop: int
+    file: bytes  # a digest of the file's URL, size and mark: that of a file that was written again is another one
+    start: int  # the first byte
+    stop: int  # the byte after the last one
 
     @property
     def name(self) -> str:

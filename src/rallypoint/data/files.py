@@ -36,23 +36,14 @@ _FILE, _FOLDER = "file", "directory"  # fsspec's words
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a store, or while folders are listed what else is in them.
+    """A file of a store, or while folders are listed what else is in them."""
 
-    Attributes:
-        path: its path in the store.
-        name: its path below the folder, or below the pattern's first folder, that was given; a file's own name.
-        size: its bytes; -1, while folders are listed: the store does not say.
-        mark: another text when it is written again; "" if the store does not say.
-        kind: "file", "directory", or what else it is.
-        url: the URL that led to it.
-    """
-
-    path: str
-    name: str
-    size: int
-    mark: str
-    kind: str = _FILE
-    url: str = ""
+    path: str  # its path in the store
+    name: str  # its path below the folder, or below the pattern's first folder, that was given; a file's own name
+    size: int  # its bytes; -1, while folders are listed: the store does not say
+    mark: str  # another text when it is written again; "" if the store does not say
+    kind: str = _FILE  # "file", "directory", or what else it is
+    url: str = ""  # the URL that led to it
 
     def __str__(self) -> str:
         protocol, separator, _ = self.url.partition("://")
@@ -87,7 +78,7 @@ def meant(system: Any, path: str, suffix: str) -> list[File]:
         cut = path.rfind("/", 0, first) + 1
         root, parts = path[:cut].rstrip("/") or path[:cut], [part for part in path[cut:].split("/") if part]
     pattern = _Pattern(parts, suffix, literal="?" if _is_web(system) else "")
-    return sorted(_Walk(system, pattern).files(root), key=lambda file: file.path)
+    return sorted(_below(system, pattern, root), key=lambda file: file.path)
 
 
 class _Pattern:
@@ -132,57 +123,54 @@ class _Pattern:
         return frozenset(places)
 
 
-class _Walk:
-    """Lists folder after folder, those of one depth at once."""
+def _below(system: Any, pattern: _Pattern, root: str) -> Iterator[File]:
+    """List folder after folder, those of one depth at once."""
+    folders = [(File(root, "", -1, "", _FOLDER), pattern.begin())]
+    with ThreadPoolExecutor(AT_ONCE, "listing") as pool:
+        while folders:
+            deeper = []
+            inside = pool.map(partial(_inside, system), [folder for folder, _ in folders])
+            for (_, places), listed in zip(folders, inside, strict=True):
+                for one in listed:
+                    last = _last(one.name)
+                    taken, further = pattern.takes(places, last), pattern.after(places, last)
+                    found = _behind(system, one, wanted=taken) if taken or further else one
+                    if found.kind == _FILE and taken:
+                        yield found
+                    elif found.kind == _FOLDER and further:
+                        deeper.append((found, further))
+            folders = deeper
 
-    def __init__(self, system: Any, pattern: _Pattern) -> None:
-        self._system, self._pattern = system, pattern
 
-    def files(self, root: str) -> Iterator[File]:
-        folders = [(File(root, "", -1, "", _FOLDER), self._pattern.begin())]
-        with ThreadPoolExecutor(AT_ONCE, "listing") as pool:
-            while folders:
-                deeper = []
-                inside = pool.map(self._list, [folder for folder, _ in folders])
-                for (_, places), listed in zip(folders, inside, strict=True):
-                    for one in listed:
-                        last = _last(one.name)
-                        taken, further = self._pattern.takes(places, last), self._pattern.after(places, last)
-                        found = self._behind(one, wanted=taken) if taken or further else one
-                        if found.kind == _FILE and taken:
-                            yield found
-                        elif found.kind == _FOLDER and further:
-                            deeper.append((found, further))
-                folders = deeper
+def _inside(system: Any, folder: File) -> list[File]:
+    try:
+        inside = patiently(lambda: list(system.ls(folder.path, detail=True)), folder.path)
+    except DataError as error:
+        if not folder.name or not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        log.warning("%s is not there, though its folder has it: it is empty, or was deleted just now", folder.path)
+        return []
+    return [
+        _listed(about, path, f"{folder.name}/{_last(path)}".lstrip("/"))
+        for about in inside
+        if (path := str(about["name"])).rstrip("/") != folder.path.rstrip("/")  # an object that stands for it
+    ]
 
-    def _list(self, folder: File) -> list[File]:
-        try:
-            inside = patiently(lambda: list(self._system.ls(folder.path, detail=True)), folder.path)
-        except DataError as error:
-            if not folder.name or not isinstance(error.__cause__, FileNotFoundError):
-                raise
-            log.warning("%s is not there, though its folder has it: it is empty, or was deleted just now", folder.path)
-            return []
-        return [
-            _listed(about, path, f"{folder.name}/{_last(path)}".lstrip("/"))
-            for about in inside
-            if (path := str(about["name"])).rstrip("/") != folder.path.rstrip("/")  # an object that stands for it
-        ]
 
-    def _behind(self, listed: File, *, wanted: bool) -> File:
-        """The file behind a link. A link to a folder, and one that leads nowhere where no file is wanted, stays."""
-        if listed.kind in (_FILE, _FOLDER):
-            return listed
-        try:
-            found = _listed(patiently(lambda: self._system.info(listed.path), listed.path), listed.path, listed.name)
-        except DataError:
-            if wanted:
-                raise
-            return listed
-        if found.kind != _FOLDER:
-            return found
-        log.warning("%s is a link to a folder, and its files are not read: give that folder by itself", listed.path)
+def _behind(system: Any, listed: File, *, wanted: bool) -> File:
+    """The file behind a link. A link to a folder, and one that leads nowhere where no file is wanted, stays."""
+    if listed.kind in (_FILE, _FOLDER):
         return listed
+    try:
+        found = _listed(patiently(lambda: system.info(listed.path), listed.path), listed.path, listed.name)
+    except DataError:
+        if wanted:
+            raise
+        return listed
+    if found.kind != _FOLDER:
+        return found
+    log.warning("%s is a link to a folder, and its files are not read: give that folder by itself", listed.path)
+    return listed
 
 
 def _listed(about: Mapping[str, Any], path: str, name: str) -> File:
@@ -210,7 +198,6 @@ def _plain(system: Any, path: str) -> str:
 
 
 def _is_web(system: Any) -> bool:
-    """True for HTTP."""
     protocols = (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)
     return bool({"http", "https"}.intersection(protocols))
 
@@ -291,7 +278,10 @@ class StoredFiles:
         """Return the bytes `start..stop` of a file: one request, or none if they are in the cache. For any thread."""
         if self.cache is None or stop <= start or self.here(file) is not None:
             return self.fetch(file, start, stop)
-        parts = [self._kept(file, *part) for part in self._parts(file, start, stop)]
+        parts = [
+            self.cache.get(FilePiece(file.digest, *part), partial(self.fetch, file, *part))
+            for part in self._parts(file, start, stop)
+        ]
         whole = parts[0] if len(parts) == 1 else b"".join(parts)
         first = start - start % self._block if self._block else start
         return whole if len(whole) == stop - start else whole[start - first : stop - first]
@@ -302,10 +292,6 @@ class StoredFiles:
         if self._block:
             first, size, end = start - start % self._block, self._block, file.size
         return [(begin, min(begin + size, end)) for begin in range(first, stop, size)]
-
-    def _kept(self, file: File, start: int, stop: int) -> bytes:
-        assert self.cache is not None
-        return self.cache.get(FilePiece(file.digest, start, stop), lambda: self.fetch(file, start, stop))
 
     def fill(self, file: File, start: int, stop: int) -> bool:
         """Get the bytes `start..stop` of a file into the cache, if they are not there. For any thread.
@@ -345,7 +331,7 @@ class StoredFiles:
 
     def open(self, file: File) -> RangedFile:
         """Return the file as one to seek and read in."""
-        return RangedFile(lambda start, stop: self.read(file, start, stop), file.size)
+        return RangedFile(partial(self.read, file), file.size)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": (0, {})}

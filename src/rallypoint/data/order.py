@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain, islice, product
 from typing import Any, cast
 
 import numpy as np
@@ -164,7 +164,7 @@ def places_after(place: Place, replicas: tuple[int, ...], config: JobConfig) -> 
     """
     step, replica, index = place
     round = step // config.steps_per_round
-    yield from _of_step(step, replica, range(index + 1, config.accumulate))
+    yield from product((step,), (replica,), range(index + 1, config.accumulate))
     yield from _of_steps(range(step + 1, config.steps_of(round).stop), replica, config)
     yield from _later(round, replica, replicas, config)
 
@@ -183,7 +183,6 @@ class Forecast:
 
     @property
     def ended(self) -> bool:
-        """True if there are no more."""
         if not self._first:
             self._first = list(islice(self._places, 1))
         return not self._first
@@ -206,13 +205,7 @@ def _later(round: int, replica: int, replicas: tuple[int, ...], config: JobConfi
 
 
 def _of_steps(steps: range, replica: int, config: JobConfig) -> Iterator[Place]:
-    for step in steps:
-        yield from _of_step(step, replica, range(config.accumulate))
-
-
-def _of_step(step: int, replica: int, indices: range) -> Iterator[Place]:
-    for index in indices:
-        yield step, replica, index
+    return product(steps, (replica,), range(config.accumulate))
 
 
 class ReplicaSampler(Sampler[int]):

@@ -173,10 +173,8 @@ class TableRows:
 
 
 def _reader(column: pyarrow.ChunkedArray) -> Callable[[int], Any]:
-    """The function that returns the value of a row: numbers as NumPy has them, others as pyarrow makes them.
-
-    A row's type follows from its own value alone: None where there is none, whatever the rows around it are.
-    """
+    """The function that returns the value of a row: numbers as NumPy has them, others as pyarrow makes them. A row's
+    type follows from its own value alone: None where there is none, whatever the rows around it are."""
     readers = [_reader_of(chunk) for chunk in column.chunks]
     if len(readers) == 1:
         return readers[0]

@@ -338,7 +338,6 @@ class LoaderProcesses:
         return batch
 
     def close(self) -> None:
-        """End the processes and the thread."""
         with self._changed:
             self._over = True
             self._end_survivors()
@@ -392,11 +391,9 @@ class LoaderProcesses:
         return any(map(_is_dead, self._processes))
 
     def _end_survivors(self) -> None:
-        """If a process has died, end the others. The caller holds the lock.
-
-        What the dead one was sending is cut off, perhaps, and the loader's thread then waits for the rest. Nobody else
-        can send meanwhile, and when nobody is left the thread sees the end.
-        """
+        """If a process has died, end the others. The caller holds the lock. What the dead one was sending is cut off,
+        perhaps, and the loader's thread then waits for the rest. Nobody else can send meanwhile, and when nobody is
+        left the thread sees the end."""
         if self._process_died():
             for process in self._processes:
                 process.kill()

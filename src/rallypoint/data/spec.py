@@ -68,19 +68,13 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class GivenData:
-    """What the script gives `job.train` as data.
+    """What the script gives `job.train` as data."""
 
-    Attributes:
-        dataset: the data set.
-        collate: makes a batch of a list of samples; None: torch's ``default_collate``.
-        loader: how it is loaded.
-        settings: the job's settings that follow from a DataLoader (`batch` and `order`), from rp.Lanes (`order`), or
-            from a stream (`order` and `passes`).
-    """
-
-    dataset: Any
-    collate: Collate | None
-    loader: Loader
+    dataset: Any  # the data set
+    collate: Collate | None  # makes a batch of a list of samples; None: torch's ``default_collate``
+    loader: Loader  # how it is loaded
+    # The job's settings that follow from a DataLoader (`batch` and `order`), from rp.Lanes (`order`), or from a stream
+    # (`order` and `passes`)
     settings: dict[str, Any]
 
 

@@ -36,23 +36,14 @@ _SUMS = np.dtype("<u4")  # of their checksums
 
 
 class TarPiece(msgspec.Struct, frozen=True, array_like=True):
-    """Samples that follow each other in one tar.
+    """Samples that follow each other in one tar."""
 
-    Attributes:
-        tar: the number of the tar.
-        start: where their bytes begin.
-        stop: where they end.
-        count: how many they are.
-        samples: their members, packed, because a data set may have 10^8 of them.
-        headers: a checksum of each member's header, packed: that of another member has another one.
-    """
-
-    tar: int
-    start: int
-    stop: int
-    count: int
-    samples: bytes
-    headers: bytes
+    tar: int  # the number of the tar
+    start: int  # where their bytes begin
+    stop: int  # where they end
+    count: int  # how many they are
+    samples: bytes  # their members, packed, because a data set may have 10^8 of them
+    headers: bytes  # a checksum of each member's header, packed: that of another member has another one
 
 
 class WebDataset(ShardedDataset):

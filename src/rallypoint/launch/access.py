@@ -21,15 +21,10 @@ _LONGEST = 4096  # bytes of a token file
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """With what a process gets into a job.
+    """With what a process gets into a job."""
 
-    Attributes:
-        token: the role's token, or the job's; "" if there is none.
-        transport: what its links are made with.
-    """
-
-    token: str = field(default="", repr=False)
-    transport: Transport = field(default_factory=TcpTransport)
+    token: str = field(default="", repr=False)  # the role's token, or the job's; "" if there is none
+    transport: Transport = field(default_factory=TcpTransport)  # what its links are made with
 
 
 def access_of(token_file: str = "", role: str = "", tls: str = "", *, bind: str = "") -> Access:

@@ -22,23 +22,7 @@ from rich.style import Style
 from rich.table import Column
 from rich.text import Text
 
-from rallypoint.core.protocol import (
-    Accounted,
-    Drain,
-    Held,
-    Members,
-    Message,
-    Metrics,
-    Ordered,
-    Planned,
-    Resize,
-    Say,
-    ScriptAt,
-    Skipped,
-    Snapshotted,
-    StepDone,
-    Waiting,
-)
+from rallypoint.core import protocol
 from rallypoint.core.shard.clip import phrase
 from rallypoint.core.typed import counted, named
 from rallypoint.errors import StartAgain, to_resume
@@ -235,7 +219,7 @@ def _has_descriptor(file: IO[str]) -> bool:
         return False
 
 
-def changes(before: Members, now: Members, replicas: int | None = None) -> list[str]:
+def changes(before: protocol.Members, now: protocol.Members, replicas: int | None = None) -> list[str]:
     """Return sentences that say who has joined and left between two views, and who computes now.
 
     `replicas`: the job's, if they are known. A view names more workers than that while replicas move by speed: those
@@ -271,7 +255,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(sorted(names, key=lambda name: (len(name), name))) or "nobody"
 
 
-def account(accounted: Accounted) -> str:
+def account(accounted: protocol.Accounted) -> str:
     """Return a line that says what happened to the contributions."""
     said = [f"{accounted.applied:,} contributions applied"]
     said += [f"{accounted.folded:,} folded into another's update"] if accounted.folded else []
@@ -331,7 +315,8 @@ class RunConsole:
         self._sums_printed = 0
         self._start = time.monotonic()
         self._last_plain = 0.0
-        self.sizes: queue.SimpleQueue[Resize | Drain] = queue.SimpleQueue()  # requests to change the cluster's size
+        # Requests to change the cluster's size
+        self.sizes: queue.SimpleQueue[protocol.Resize | protocol.Drain] = queue.SimpleQueue()
         self._said: set[str] = set()
         self.started: set[str] = set()  # the launcher's processes: it says itself how they end
         self._unsaid: dict[str, str] = {}  # process -> what the coordinator has said of its end
@@ -355,55 +340,53 @@ class RunConsole:
         self.console.print(Segments(parts), soft_wrap=True)  # (as text its tabs would become spaces)
 
     def relay_all(self, lines: Iterable[ShownLine]) -> None:
-        """Show these lines that processes printed."""
         for line in lines:
             self.relay(line.process, line.text)
 
-    def show(self, message: Message) -> None:
-        """Show one announcement of the coordinator."""
+    def show(self, message: protocol.Message) -> None:
         state, self.heard = self.state, time.monotonic()
         first, before, step = state.plan is None, state.view, state.step
         if not state.take(message, self.heard):
             return
         match message:
-            case Planned() if first:
+            case protocol.Planned() if first:
                 self._begin(message)
-            case StepDone():
+            case protocol.StepDone():
                 if message.step + 1 - step > self._every:  # nobody tells of the others: the coordinator was away
                     self._recent.clear()
                 if self.later:
                     self.later, state.began_at, self._start = False, message.step + 1, self.heard
                 self._step(message)
-            case ScriptAt():
+            case protocol.ScriptAt():
                 self._sums_made(self.state.script)
-            case Metrics(step=step, values=values):
-                self.console.print(f"[cyan]step {step:>6}[/cyan]  {_figures(values)}")
-            case Say(text=text) if text.startswith(_REFUSED):
+            case protocol.Metrics(step=step, values=values):
+                self.console.print(f"[cyan]step {step:>6}[/cyan]  {escape(_figures(values))}")
+            case protocol.Say(text=text) if text.startswith(_REFUSED):
                 if text not in self._said:
                     self._said.add(text)
                     self.say(escape(text))
-            case Say(text=text) if text.endswith(_NO_MORE) and text.removesuffix(_NO_MORE) in self.started:
+            case protocol.Say(text=text) if text.endswith(_NO_MORE) and text.removesuffix(_NO_MORE) in self.started:
                 self._unsaid[text.removesuffix(_NO_MORE)] = text
-            case Say(text=text) | Waiting(text=text) | Ordered(text=text, refused=False):
+            case protocol.Say(text=text) | protocol.Waiting(text=text) | protocol.Ordered(text=text, refused=False):
                 self.say(escape(text))
-            case Held(text=text):
+            case protocol.Held(text=text):
                 self.holding = True
                 self.say(f"[bold yellow]{escape(text)}[/bold yellow]")
-            case Skipped():
+            case protocol.Skipped():
                 self._skipped_shown(message)
-            case Members() if before is not None:
+            case protocol.Members() if before is not None:
                 replicas = state.plan.replicas if state.plan is not None else None
                 for sentence in changes(before, message, replicas):
                     self.say(f"[dim]{escape(sentence)}[/dim]")
-            case Resize(workers=workers, servers=servers):
+            case protocol.Resize(workers=workers, servers=servers):
                 to = [f"workers {workers}"] * (workers > 0) + [f"servers {servers}"] * (servers > 0)
                 self.console.print(f"changing the number of processes: {', '.join(to)}")
                 self.sizes.put(message)
-            case Drain():
+            case protocol.Drain():
                 self.sizes.put(message)
-            case Snapshotted(version=0):
+            case protocol.Snapshotted(version=0):
                 self._start = self.heard  # workers compute from now on
-            case Snapshotted(nbytes=nbytes, seconds=seconds):
+            case protocol.Snapshotted(nbytes=nbytes, seconds=seconds):
                 size = f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
                 self.console.print(f"[dim]snapshot of step {self.steps_stored}: {size} in {seconds:.1f} s[/dim]")
             case _:
@@ -480,7 +463,7 @@ class RunConsole:
             if state.accounted is not None:
                 self.console.print(account(state.accounted))
 
-    def _begin(self, plan: Planned) -> None:
+    def _begin(self, plan: protocol.Planned) -> None:
         self._start = time.monotonic()
         if self.state.of_sums:
             self.console.print(
@@ -510,7 +493,7 @@ class RunConsole:
             )
             self._progress.start()
 
-    def _sums_made(self, script: ScriptAt) -> None:
+    def _sums_made(self, script: protocol.ScriptAt) -> None:
         """Show how many sums are made. The coordinator repeats it, also while none is made."""
         self._count(script.nbytes)
         line = f"{_sums(script.sums)}  {self._per_second / 1e6:,.1f} MB/s from each worker"
@@ -520,7 +503,7 @@ class RunConsole:
             self._last_plain, self._sums_printed = self.heard, script.sums
             self.console.print(line)
 
-    def _skipped_shown(self, skipped: Skipped) -> None:
+    def _skipped_shown(self, skipped: protocol.Skipped) -> None:
         """Show the first one, and the 10th, the 100th and so on: many of them say no more than their number."""
         kind = "contributions" if skipped.alone else "steps"
         count = self.state.skipped[kind]
@@ -537,7 +520,7 @@ class RunConsole:
         """Print a sentence, which may have markup: in a terminal wrapped between words, in a file as one line."""
         self.console.print(sentence, soft_wrap=not self.console.is_terminal)
 
-    def _step(self, done: StepDone) -> None:
+    def _step(self, done: protocol.StepDone) -> None:
         now, state, plan = self.heard, self.state, self.state.plan
         assert plan is not None
         self._count(state.items)
@@ -553,7 +536,7 @@ class RunConsole:
             left = f"  {(now - self._start) / here * (plan.steps - state.step):.0f} s left" if plan.steps else ""
             # The first step's time is no estimate
             estimate = f"{self._rate(plan.item)}{left}" if here > 1 else ""
-            logged = f"  {_figures(done.figures)}" if done.figures else ""
+            logged = f"  {escape(_figures(done.figures))}" if done.figures else ""
             told, of = f"  loss {loss}" if loss else "", f"/{plan.steps}" if plan.steps else ""
             self.console.print(f"step {state.step}{of}{told}{logged}{estimate}")
 
@@ -564,7 +547,6 @@ class RunConsole:
 
     @property
     def _every(self) -> int:
-        """The steps of a round."""
         return self.state.plan.steps_per_round if self.state.plan is not None else 1
 
     def _left_out(self, kind: str) -> str:
@@ -575,7 +557,7 @@ class RunConsole:
         return f"{count:,} {unit}{'s' * (count != 1)} {what}"
 
     def _rate(self, item: str) -> str:
-        return "" if len(self._recent) < 2 else f"  {self._per_second:,.0f} {item}/s"
+        return "" if len(self._recent) < 2 else f"  {self._per_second:,.0f} {escape(item)}/s"
 
     def _count(self, by_now: int) -> None:
         self._recent.append((self.heard, by_now))
@@ -589,4 +571,4 @@ class RunConsole:
 
 
 def _figures(values: dict[str, float]) -> str:
-    return escape("  ".join(f"{name} {f'{value:#.4g}'.rstrip('.')}" for name, value in values.items()))
+    return "  ".join(f"{name} {f'{value:#.4g}'.rstrip('.')}" for name, value in values.items())

@@ -94,7 +94,6 @@ class EmbeddedJob(Job):
             say("warning: the loop has not begun. On a cluster the job would fail", error=True)
 
     def close(self) -> None:
-        """End the worker, then its cluster."""
         self._shared.give()  # an error may have left a micro-batch half begun
         super().close()
         for server in self._servers:

@@ -140,10 +140,8 @@ def _exit_as_left(job: Job, status: int) -> None:
 
 
 def _closed_at_exit(job: Job) -> Job:
-    """Close the job when the script ends, if it has not been closed by then (it was joined without ``with``).
-
-    A thread of a link that is inside of torch when the interpreter ends would abort the process (before CPython 3.14).
-    """
+    """Close the job when the script ends, if it has not been closed by then (it was joined without ``with``). A thread
+    of a link that is inside of torch when the interpreter ends would abort the process (before CPython 3.14)."""
     atexit.register(job.close)
     return job
 
@@ -181,10 +179,8 @@ def _exit_failed() -> None:
 
 
 def _of_another_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error as `_of_the_leader` does, but only if the leader has not the same: it ends this process then.
-
-    Ends the process here: with a collective under way the interpreter's end may abort it, as if it had been killed.
-    """
+    """Print an error as `_of_the_leader` does, but only if the leader has not the same: it ends this process then. Ends
+    the process here: with a collective under way the interpreter's end may abort it, as if it had been killed."""
     time.sleep(OTHER_RANK_S)
     _of_the_leader(kind, error, trace)
     flush_output()
@@ -192,10 +188,8 @@ def _of_another_rank(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def _one_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print one of our own errors as one sentence, others with their traceback.
-
-    The launcher reports aborts and interrupts.
-    """
+    """Print one of our own errors as one sentence, others with their traceback. The launcher reports aborts and
+    interrupts."""
     if isinstance(error, JobAborted | KeyboardInterrupt):
         return
     if isinstance(error, RallypointError):

@@ -106,10 +106,8 @@ def _write(path: Path, text: bytes) -> None:
 
 
 def _modules(home: Path, without: Sequence[Path]) -> Iterator[Path]:
-    """Yield the Python files below `home`, those directly in it first.
-
-    Leaves out virtual environments, hidden folders, the folders of runs, what this user cannot read, and `without`.
-    """
+    """Yield the Python files below `home`, those directly in it first. Leaves out virtual environments, hidden folders,
+    the folders of runs, what this user cannot read, and `without`."""
     waiting, seen = [home], 0
     while waiting and seen < _FOLDERS:
         folder, seen = waiting.pop(0), seen + 1
@@ -122,9 +120,7 @@ def _modules(home: Path, without: Sequence[Path]) -> Iterator[Path]:
                 continue
             if os.path.isfile(entry) and entry.suffix == ".py" and os.access(entry, os.R_OK):
                 yield entry
-            elif (
-                os.path.isdir(entry) and not os.path.islink(entry) and entry not in without and _may_hold_code(entry)
-            ):
+            elif os.path.isdir(entry) and not os.path.islink(entry) and entry not in without and _may_hold_code(entry):
                 waiting.append(entry)
 
 
@@ -219,10 +215,8 @@ def refuse_others_script(plan: Launch, doing: str, instead: str) -> str:
 
 
 def _with_all_in(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the path of a folder, and of everything in it, and whether only this user can come to it there.
-
-    Links are not followed.
-    """
+    """Yield the path of a folder, and of everything in it, and whether only this user can come to it there. Links are
+    not followed."""
     yield folder, False
     hidden = set[Path]()
     for inside, folders, files in os.walk(folder):

@@ -74,10 +74,8 @@ def handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], o
 
 
 def _heeded(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Return the signals that this process was not started to ignore (by ``nohup``, or by a shell with ``&``).
-
-    None outside of the main thread: only that one can set handlers.
-    """
+    """Return the signals that this process was not started to ignore (by ``nohup``, or by a shell with ``&``). None
+    outside of the main thread: only that one can set handlers."""
     if threading.current_thread() is not threading.main_thread():
         return []
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]

@@ -153,37 +153,24 @@ HERE = "{host}"  # in --bind: an engine replaces it by the address of the machin
 
 
 class Launch(ClusterConfig, frozen=True, kw_only=True):
-    """The plan of a run: its cluster, and what its processes run.
+    """The plan of a run: its cluster, and what its processes run."""
 
-    Attributes:
-        worker: the argv of every worker process.
-        script: the part of `worker` that is the user's script, as a whole path; "" if there is none. See `kept`.
-        workers: (least, most): with fewer than the least the job waits; workers above the most stand by.
-        workers_start: how many workers to start with.
-        hosts: the machines of the engine "ssh".
-        topology: see `Terms`.
-        retention: which snapshots are kept.
-        overrides: settings that replace those of the script.
-        track: where the run's figures go, each ``KIND:FOLDER``: see `watch.tracking`.
-        trace_steps: (first, stop) of the steps that are traced, if there is a trace.
-        resume: the snapshot to continue from; "" for a new run.
-        changes: sentences that say which settings were changed when the run went on, and from which step.
-        restart: processes that die are started again.
-    """
-
-    worker: tuple[str, ...]
+    worker: tuple[str, ...]  # the argv of every worker process
+    # The part of `worker` that is the user's script, as a whole path; "" if there is none. See `kept`.
     script: str = ""
+    # (least, most): with fewer than the least the job waits; workers above the most stand by
     workers: tuple[int, int] = (1, 2)
-    workers_start: int = 2
-    hosts: tuple[Host, ...] = ()
-    topology: Topology = Topology()
-    retention: Retention = Retention()
-    overrides: dict[str, Any] = msgspec.field(default_factory=dict)
-    track: tuple[str, ...] = ()
-    trace_steps: tuple[int, int] = (5, 7)
-    resume: str = ""
+    workers_start: int = 2  # how many workers to start with
+    hosts: tuple[Host, ...] = ()  # the machines of the engine "ssh"
+    topology: Topology = Topology()  # see `Terms`
+    retention: Retention = Retention()  # which snapshots are kept
+    overrides: dict[str, Any] = msgspec.field(default_factory=dict)  # settings that replace those of the script
+    track: tuple[str, ...] = ()  # where the run's figures go, each ``KIND:FOLDER``: see `watch.tracking`
+    trace_steps: tuple[int, int] = (5, 7)  # (first, stop) of the steps that are traced, if there is a trace
+    resume: str = ""  # the snapshot to continue from; "" for a new run
+    # Sentences that say which settings were changed when the run went on, and from which step
     changes: tuple[str, ...] = ()
-    restart: bool = True
+    restart: bool = True  # processes that die are started again
 
     @property
     def threads_at_first(self) -> int:
@@ -357,22 +344,14 @@ _WORDS = ("roles", "slots", "python", "folder")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One machine.
+    """One machine."""
 
-    Attributes:
-        name: what ``ssh`` is told: ``name`` or ``user@name``.
-        port: ssh's port; 0: as ssh's own configuration says.
-        roles: what may run there; empty: everything.
-        slots: its share of the processes, compared with the other hosts'.
-        python: the Python that has Rallypoint there; "": the path of the launcher's.
-        folder: the working directory of processes there; "": the launcher's, or the home folder where that is missing.
-    """
-
-    name: str
-    port: int = 0
-    roles: tuple[str, ...] = ()
-    slots: int = 1
-    python: str = ""
+    name: str  # what ``ssh`` is told: ``name`` or ``user@name``
+    port: int = 0  # ssh's port; 0: as ssh's own configuration says
+    roles: tuple[str, ...] = ()  # what may run there; empty: everything
+    slots: int = 1  # its share of the processes, compared with the other hosts'
+    python: str = ""  # the Python that has Rallypoint there; "": the path of the launcher's
+    # The working directory of processes there; "": the launcher's, or the home folder where that is missing
     folder: str = ""
 
     def takes(self, role: str) -> bool:

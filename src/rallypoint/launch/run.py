@@ -129,9 +129,7 @@ def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edit
 
 def _keep_code(plan: Launch, console: RunConsole, *, original: bool) -> list[str]:
     """Copy the script and its modules into the run's folder. For a resumed run, report which of them have changed.
-
-    Returns the files that differ from the copies from now on: none, unless `original`.
-    """
+    Returns the files that differ from the copies from now on: none, unless `original`."""
     folder = Path(plan.folder)
     if not plan.script:
         return []
@@ -503,10 +501,8 @@ def _with_files(run: ClusterRun) -> list[Handle]:
 
 def _take_last_snapshot(run: ClusterRun, interrupts: list[int], patience: float | None = None) -> None:
     """After Ctrl-C, when nobody reads our output, or when a process has failed: take a snapshot if that is quick.
-
     Ctrl-C again ends the wait, and so does SIGTERM. A notice does not: batch systems repeat it (SIGXCPU comes each
-    second), and leave time for just this.
-    """
+    second), and leave time for just this."""
     steps = run.console.state.step
     if run._observer is None or not run.plan.snapshots or not run.console.steps_stored < steps:
         return

@@ -36,7 +36,6 @@ class KeptSource(importlib.machinery.SourceFileLoader):
         return compile(source, path, "exec", dont_inherit=True)
 
     def get_source(self, fullname: str) -> str:
-        """Return the text of the copy."""
         with open(self._kept, "rb") as file:
             return importlib.util.decode_source(file.read())
 
@@ -54,7 +53,6 @@ class KeptFinder:
         )  # fmt: skip
 
     def find_spec(self, fullname: str, target: types.ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
-        """Like any path entry finder."""
         name = fullname.rpartition(".")[2]
         for file in (os.path.join(name, "__init__.py"), f"{name}.py"):
             kept = os.path.join(self._kept, file)
@@ -68,7 +66,6 @@ class KeptFinder:
         return self._in_place.find_spec(fullname, target)
 
     def invalidate_caches(self) -> None:
-        """Like any path entry finder."""
         self._in_place.invalidate_caches()
 
 
@@ -86,7 +83,6 @@ def install(home: str, kept: str) -> None:
 
 
 def run(kept: str, script: str, arguments: Sequence[str]) -> None:
-    """Run the copy of `script` as ``__main__``."""
     path = os.path.realpath(script)
     home = os.path.dirname(path)
     sys.path[0] = home

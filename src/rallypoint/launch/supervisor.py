@@ -64,20 +64,15 @@ Decision = StartProcess | DrainProcess | Warn | Fail | RunOver
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
-    """When to stop restarting processes.
+    """When to stop restarting processes."""
 
-    Attributes:
-        restart: restart what died; otherwise the first death fails the run.
-        quick_s: a process that dies within this many seconds of its start has died quickly.
-        quick_deaths: so many quick deaths of one role in a row are answered by a restart; one more fails the run. So do
-            more tries to join than that, while no worker computes. Processes that die together, none of them started
-            after another's death, count once.
-        listen_s: seconds that the first coordinator may take until it listens (it may import from a cold disk).
-    """
-
-    restart: bool = True
-    quick_s: float = 10.0
+    restart: bool = True  # restart what died; otherwise the first death fails the run
+    quick_s: float = 10.0  # a process that dies within this many seconds of its start has died quickly
+    # So many quick deaths of one role in a row are answered by a restart; one more fails the run. So do more tries to
+    # join than that, while no worker computes. Processes that die together, none of them started after another's death,
+    # count once.
     quick_deaths: int = 12
+    # Seconds that the first coordinator may take until it listens (it may import from a cold disk)
     listen_s: float = 120.0
 
 
@@ -134,7 +129,6 @@ class Supervisor:
         self._held_until = max(self._held_until, at + HOLD_S)
 
     def ended(self, name: str, how: Exit, now: float) -> list[Decision]:
-        """A process has ended."""
         process = self.running.pop(name)
         if process.role == COORDINATOR and how.status == 0:
             return [RunOver()]
@@ -163,7 +157,6 @@ class Supervisor:
         return decisions
 
     def due(self, now: float) -> list[Decision]:
-        """Return the decisions that are due at `now`."""
         if failure := self._failure(now):
             return failure
         first = self.running.get(COORDINATOR)
@@ -194,7 +187,6 @@ class Supervisor:
         return self.wanted[role] - running - len(self._try_at.get(role, ()))
 
     def _failed(self, name: str, process: _Process, how: Exit, now: float) -> list[Decision]:
-        """The process ended by itself, with an error."""
         if self._is_spared(name, process.role):
             return self._try_later(name, process.role, how, now)
         if process.role == COORDINATOR:

@@ -67,8 +67,7 @@ OUT = typer.Option(help="Folder for the trained model. Default: the run folder."
 
 
 class SavedModel(nn.Module):
-    """A model that a folder holds: `model.safetensors` (tied weights once, with buffers) and `model.json` (`config`).
-    """
+    """A model that a folder holds: `model.safetensors` (tied weights once, buffers) and `model.json` (`config`)."""
 
     config_type: ClassVar[type[Any]]
 

@@ -69,7 +69,6 @@ def middleware() -> list[Middleware]:
 
 
 async def healthy(request: Request) -> Response:
-    """The page is served."""
     return PlainTextResponse("ok\n")
 
 
@@ -98,18 +97,10 @@ class PageReader:
             return None
         self.revision = run.revision
         said: dict[str, Any] = {
-            "now": round(run.now, 2),
-            "step": run.step,
-            "sums": run.sums,
-            "again": run.again,
-            "ended": run.ended,
-            "why": run.why,
-            "late": {worker: round(seconds, 4) for worker, seconds in run.late.items()},
-            "times": _times(run),
-            "skipped": run.skipped,
-            "stalled": run.stalled,
-            "ledger": _ledger(run),
-        }
+            "now": round(run.now, 2), "step": run.step, "sums": run.sums, "again": run.again, "ended": run.ended,
+            "why": run.why, "late": {worker: round(seconds, 4) for worker, seconds in run.late.items()},
+            "times": _times(run), "skipped": run.skipped, "stalled": run.stalled, "ledger": _ledger(run),
+        }  # fmt: skip
         for part, curves in (("curves", run.curves), ("evaluations", run.evaluations)):
             said[part] = self._curves(part, curves)
         plan = None if run.plan is None else msgspec.to_builtins(run.plan)
@@ -189,7 +180,6 @@ class Page:
         return JSONResponse(self._news(PageReader()))
 
     async def _settings(self, request: Request) -> Response:
-        """The job's resolved settings."""
         return JSONResponse(await run_in_threadpool(self._resolved))
 
     async def _stream(self, request: Request) -> Response:

@@ -42,7 +42,6 @@ class Exposition(Collector):
         return encode(self._registry), kind
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry."""
         families: dict[str, Any] = {}
         for reading in self._read():
             measure = MEASURES[reading.name]

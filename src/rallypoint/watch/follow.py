@@ -135,11 +135,9 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()

@@ -120,7 +120,6 @@ STALENESS_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 
 def of_view(view: View | None) -> Iterator[Figure]:
-    """The view that a member has."""
     if view is not None:
         yield Figure("rallypoint_view_epoch", view.number.epoch)
         yield Figure("rallypoint_view_number", view.number.count)
@@ -185,7 +184,6 @@ class JobFigures:
         self._ahead = 0.0  # the unix time less the state's own
 
     def now(self, message: msgspec.Struct) -> None:
-        """Take one announcement, now."""
         self.take(message, time.monotonic(), time.time())
 
     def take(self, message: msgspec.Struct, now: float, unix: float) -> None:
@@ -195,7 +193,6 @@ class JobFigures:
             self._ahead = unix - self._run.now
 
     def read(self) -> list[Figure]:
-        """The figures as they are now."""
         with self._lock:
             return list(self._read())
 

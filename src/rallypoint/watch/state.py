@@ -15,27 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.core.protocol import (
-    Aborted,
-    Accounted,
-    Applied,
-    AuditFound,
-    Finished,
-    Held,
-    LinkSample,
-    Members,
-    Metrics,
-    Ordered,
-    Planned,
-    Sampled,
-    Say,
-    ScriptAt,
-    Skipped,
-    SnapshotEvery,
-    Snapshotted,
-    StepDone,
-    Waiting,
-)
+from rallypoint.core import protocol
 from rallypoint.observe.lines import Once
 
 EVALUATION = "evaluation/"  # before the names of evaluations in `RunState.row`
@@ -61,7 +41,7 @@ class Timelines:
     revision: int = 0
     now: dict[str, str] = field(default_factory=dict)  # what the members are that are here
 
-    def take(self, members: Members, t: float) -> tuple[list[str], list[str]]:
+    def take(self, members: protocol.Members, t: float) -> tuple[list[str], list[str]]:
         """A new view, at time `t`. Returns who has come and who has gone."""
         before, self.now = self.now, dict(self._states(members))
         came, went = self.now.keys() - before.keys(), before.keys() - self.now.keys()
@@ -72,7 +52,6 @@ class Timelines:
 
     @property
     def here(self) -> Set[str]:
-        """The members that are here."""
         return self.now.keys()
 
     def over(self, t: float) -> None:
@@ -86,7 +65,7 @@ class Timelines:
         names = sorted(self.spans, key=by_number)
         return [{"id": name, "spans": [[round(t, 2), state] for t, state in self.spans[name]]} for name in names]
 
-    def _states(self, members: Members) -> Iterable[tuple[str, str]]:
+    def _states(self, members: protocol.Members) -> Iterable[tuple[str, str]]:
         yield from ((worker, "computing") for worker in members.workers)
         yield from ((worker, "standby") for worker in members.standby)
         yield from ((server, "server") for server in members.servers)
@@ -118,7 +97,7 @@ _SHOWN_HOSTS, _SHOWN_SIDE = 64, 24  # on the page: machines; members on each sid
 class MachineSeen:
     """A machine: its newest sample, when that was (s), and shares of processor and memory over time, in percent."""
 
-    sample: Sampled
+    sample: protocol.Sampled
     t: float
     cpu: deque[int] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     memory: deque[int] = field(default_factory=lambda: deque(maxlen=_HISTORY))
@@ -129,11 +108,11 @@ class MachinesSeen:
     """The newest samples by machine, by member and by pair of members. Its size has a bound."""
 
     hosts: dict[str, MachineSeen] = field(default_factory=dict)
-    members: dict[str, Sampled] = field(default_factory=dict)
-    links: dict[tuple[str, str], LinkSample] = field(default_factory=dict)  # who dialed, whom
+    members: dict[str, protocol.Sampled] = field(default_factory=dict)
+    links: dict[tuple[str, str], protocol.LinkSample] = field(default_factory=dict)  # who dialed, whom
     revision: int = 0
 
-    def take(self, sample: Sampled, t: float) -> None:
+    def take(self, sample: protocol.Sampled, t: float) -> None:
         """A member's sample, at time `t` (s)."""
         self.revision += 1
         if sample.member in self.members or len(self.members) < _MEASURED_MEMBERS:
@@ -165,7 +144,7 @@ class MachinesSeen:
     def told(self) -> dict[str, Any]:
         """What the page shows, for JSON: the machines with the busiest processors, and the pairs that talk most."""
         names = sorted(self.hosts, key=lambda name: -self.hosts[name].sample.cpu)[:_SHOWN_HOSTS]
-        own: dict[str, list[Sampled]] = {name: [] for name in names}
+        own: dict[str, list[protocol.Sampled]] = {name: [] for name in names}
         for sample in self.members.values():
             if sample.host in own:
                 own[sample.host].append(sample)
@@ -181,17 +160,14 @@ class MachinesSeen:
             sorted(sorted(those, key=lambda member: -those[member])[:_SHOWN_SIDE], key=by_number)
             for those in bytes_of.values()
         ]
-        cells = [[self._cell(row, column) for column in sides[1]] for row in sides[0]]
+        # Round trip (s), bytes a second to the column's member and from it; None if they have no link
+        found = [[self.links.get((row, column)) for column in sides[1]] for row in sides[0]]
+        cells = [[link and [link.round_trip, link.sent, link.received] for link in row] for row in found]
         return {"links": {"rows": sides[0], "columns": sides[1], "cells": cells,
                           "members": [len(bytes_of[0]), len(bytes_of[1])]}}  # fmt: skip
 
-    def _cell(self, row: str, column: str) -> list[float] | None:
-        """Round trip (s), bytes a second to the column's member and from it; None if they have no link."""
-        link = self.links.get((row, column))
-        return None if link is None else [link.round_trip, link.sent, link.received]
 
-
-def _told(name: str, host: MachineSeen, own: list[Sampled]) -> dict[str, Any]:
+def _told(name: str, host: MachineSeen, own: list[protocol.Sampled]) -> dict[str, Any]:
     sample = host.sample
     return {
         "name": name, "members": len(own), "cpu": list(host.cpu), "memory": list(host.memory),
@@ -237,12 +213,10 @@ class Histogram:
         self._counts, self._total = [0] * (len(bounds) + 1), 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Add a value, so many times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 
     def read(self) -> HistogramCounts:
-        """The counts until now."""
         *cumulative, seen = accumulate(list(self._counts))
         return HistogramCounts(self._bounds, cumulative, seen, self._total)
 
@@ -282,20 +256,14 @@ class StepPace:
 
 @dataclass(slots=True)
 class StepTimes:
-    """A histogram of the seconds between two steps, and the stalls among them.
+    """A histogram of the seconds between two steps, and the stalls among them."""
 
-    Attributes:
-        total: the seconds of all steps.
-        lost: cause -> the seconds by which stalls were longer than the median.
-        stalls: the number of stalls.
-        longest: (seconds, step, cause) of the longest stall.
-        histogram: how many steps took at most so long, by BOUNDS_S.
-    """
-
-    total: float = 0.0
+    total: float = 0.0  # the seconds of all steps
+    # Cause -> the seconds by which stalls were longer than the median
     lost: Counter[str] = field(default_factory=Counter)
-    stalls: int = 0
-    longest: tuple[float, int, str] = (0.0, -1, "")
+    stalls: int = 0  # the number of stalls
+    longest: tuple[float, int, str] = (0.0, -1, "")  # (seconds, step, cause) of the longest stall
+    # How many steps took at most so long, by BOUNDS_S
     histogram: Histogram = field(default_factory=lambda: Histogram(BOUNDS_S))
     _classes: Counter[int] = field(default_factory=Counter)
     _count: int = 0
@@ -358,22 +326,16 @@ class Series:
 
     Values that are not finite are left out: JSON has none, and no axis can show them. A step that comes again replaces
     all points from it on: a run that went back computes them anew.
-
-    Attributes:
-        width: the steps of each point, a power of two.
-        revision: rises with every change.
-        whole: the revision in which a point other than the last ones was changed.
     """
 
     most: int = MOST_POINTS
-    width: int = 1
+    width: int = 1  # the steps of each point, a power of two
     points: list[Point] = field(default_factory=list)
-    revision: int = 0
-    whole: int = 0
+    revision: int = 0  # rises with every change
+    whole: int = 0  # the revision in which a point other than the last ones was changed
     _last: int = -1  # the highest step that has come
 
     def add(self, step: int, value: float) -> None:
-        """Add the value of a step."""
         if not math.isfinite(value):
             return
         self.revision += 1
@@ -401,7 +363,6 @@ class Series:
 
     @property
     def means(self) -> list[float]:
-        """The mean of each point."""
         return [point.total / point.count for point in self.points]
 
     @property
@@ -435,14 +396,15 @@ class RunState:
     new coordinator begins at 0 again, and `now` goes on. Where live messages are taken, `t` is this machine's own.
     """
 
-    plan: Planned | None = None
+    plan: protocol.Planned | None = None
     began_at: int = 0  # the steps that were done before the first thing that is known
     now: float = 0.0
     step: int = 0  # steps that are done
     reached: int = 0  # the same; before a coordinator's first step, as many as it goes on from
     steps: int = 0  # steps that were made, those included that were made again
     items: int = 0  # of them
-    script: ScriptAt = field(default_factory=lambda: ScriptAt(0))  # in a job of sums: the one that has got most of them
+    # In a job of sums: the one that has got most of them
+    script: protocol.ScriptAt = field(default_factory=lambda: protocol.ScriptAt(0))
     again: int = 0
     moved: float = -1.0  # when the last step was done, or the coordinator began; -1: not yet
     ended: str = ""  # "finished", "failed", "interrupted" or, while the run goes on, ""
@@ -458,7 +420,7 @@ class RunState:
     evaluation: tuple[int, dict[str, float]] = (-1, {})  # the last one, and the version that was evaluated
     curves: dict[str, Series] = field(default_factory=dict)  # by step: loss, lr, seconds, what `micro.log` said
     evaluations: dict[str, Series] = field(default_factory=dict)
-    views: deque[Members] = field(default_factory=lambda: deque(maxlen=_MOST_VIEWS))
+    views: deque[protocol.Members] = field(default_factory=lambda: deque(maxlen=_MOST_VIEWS))
     members: Timelines = field(default_factory=Timelines)
     joined: Counter[str] = field(default_factory=Counter)  # by role: worker, server, aggregator
     gone: Counter[str] = field(default_factory=Counter)
@@ -473,7 +435,7 @@ class RunState:
     times: StepTimes = field(default_factory=StepTimes)
     computed: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_COMPUTED))  # s, of slowest replicas
     stalled: dict[str, Any] | None = None  # the last stall, with what was said or has happened meanwhile
-    accounted: Accounted | None = None  # what the first shard's primary has counted
+    accounted: protocol.Accounted | None = None  # what the first shard's primary has counted
     late: dict[str, float] = field(default_factory=dict)  # worker -> mean seconds behind the first, of late
     skipped: Counter[str] = field(default_factory=Counter)  # "steps", "contributions"
     revision: int = 0
@@ -484,8 +446,7 @@ class RunState:
     _said: str = ""  # the same as a sentence
 
     @property
-    def view(self) -> Members | None:
-        """The newest view."""
+    def view(self) -> protocol.Members | None:
         return self.views[-1] if self.views else None
 
     @property
@@ -508,62 +469,62 @@ class RunState:
         self.now += t - self._clock if t >= self._clock else 0.0
         self._clock, self.row, self.went_back = t, None, False
         match message:
-            case Planned():
+            case protocol.Planned():
                 self._planned(message)
-            case StepDone():
+            case protocol.StepDone():
                 self._step(message)
-            case Metrics(step=step, values=values, generation=generation):
+            case protocol.Metrics(step=step, values=values, generation=generation):
                 if not self._once.is_new((step, generation, str(values))):
                     return False  # workers have repeated it to the next coordinator
                 self._evaluated(step, values)
-            case Members():
+            case protocol.Members():
                 self._members(message)
-            case Applied(late=late):
+            case protocol.Applied(late=late):
                 for worker, seconds in late.items():
                     if worker in self.members.here:  # else its word came after it was gone
                         known = self.late.get(worker, seconds)
                         self.late[worker] = _LATE_OVER * known + (1 - _LATE_OVER) * seconds
-            case ScriptAt(sums=sums):
+            case protocol.ScriptAt(sums=sums):
                 self.script = message if sums > self.script.sums else self.script
-            case Sampled(member=member):
+            case protocol.Sampled(member=member):
                 if member in self.members.here:
                     self.machines.take(message, self.now)
-            case Snapshotted(version=version, nbytes=nbytes, seconds=seconds):
+            case protocol.Snapshotted(version=version, nbytes=nbytes, seconds=seconds):
                 self.stored += 1
                 self.snapshots.append({"t": self.now, "version": version, "nbytes": nbytes, "seconds": seconds})
-            case SnapshotEvery(seconds=seconds):
+            case protocol.SnapshotEvery(seconds=seconds):
                 self.period = seconds
-            case Accounted():
+            case protocol.Accounted():
                 self.accounted = message
-            case Skipped():
+            case protocol.Skipped():
                 self.skipped["contributions" if message.alone else "steps"] += 1
                 self._mark("skip", f"step {message.step} skipped: not finite")
-            case AuditFound():
+            case protocol.AuditFound():
                 self._audited(message)
-            case Waiting(text=text):
+            case protocol.Waiting(text=text):
                 self.waits = text
                 self._cause, self._said = self._cause or "waiting", text
                 self.sentences.append({"t": self.now, "step": self.reached, "text": text})
-            case Say(text=text) | Held(text=text) | Ordered(text=text):
+            case protocol.Say(text=text) | protocol.Held(text=text) | protocol.Ordered(text=text):
                 self.said = text
                 self.sentences.append({"t": self.now, "text": text})
-            case Finished(stopped_at=at, why=why):
+            case protocol.Finished(stopped_at=at, why=why):
                 self.stopped = at, why
                 self._end("finished", "" if at < 0 else why if self.of_sums else f"stopped at step {at}: {why}")
-            case Aborted(reason=reason):
+            case protocol.Aborted(reason=reason):
                 self._end("failed", reason)
             case _:
                 pass
         return True
 
-    def _planned(self, plan: Planned) -> None:
+    def _planned(self, plan: protocol.Planned) -> None:
         if self.plan is None:
             self.began_at = plan.done
         self.ended = self.why = ""
         self._pace.begins()
         self.plan, self.reached, self.moved = plan, plan.done, self.now
 
-    def _step(self, done: StepDone) -> None:
+    def _step(self, done: protocol.StepDone) -> None:
         self.went_back = done.step + 1 <= self.step
         made = done.step + 1 - self.reached
         self.steps += made if made > 0 or self.plan is None else self.plan.steps_per_round
@@ -610,7 +571,7 @@ class RunState:
             if name in known or len(known) < _MOST_NAMES:
                 known[name] = value
 
-    def _members(self, members: Members) -> None:
+    def _members(self, members: protocol.Members) -> None:
         begins, was = not self.members.spans, self.members.now
         came, went = self.members.take(members, self.now)
         if (before := self.view) is not None and not self._cause:
@@ -627,7 +588,7 @@ class RunState:
             self.late.pop(member, None)
         self.machines.forget(went)
 
-    def _audited(self, found: AuditFound) -> None:
+    def _audited(self, found: protocol.AuditFound) -> None:
         """Mark what an audit of a contribution has found: once, though several servers say it."""
         name, lost = f"audit of step {found.step}, replica {found.replica}", " and ".join(found.others)
         have = "has" if len(found.others) == 1 else "have"

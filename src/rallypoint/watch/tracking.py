@@ -30,17 +30,11 @@ KINDS = tuple(_NEEDS)
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """A run, for its tracker.
+    """A run, for its tracker."""
 
-    Attributes:
-        name: the name of its folder.
-        settings: how it was started.
-        step: the first step that will be logged. Whatever the tracker has of this step and later ones is void.
-    """
-
-    name: str
-    settings: Mapping[str, str] = field(default_factory=dict)
-    step: int = 0
+    name: str  # the name of its folder
+    settings: Mapping[str, str] = field(default_factory=dict)  # how it was started
+    step: int = 0  # the first step that will be logged. Whatever the tracker has of this step and later ones is void.
 
 
 class Tracker(Protocol):

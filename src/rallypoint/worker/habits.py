@@ -45,7 +45,6 @@ class Habits:
         self.backward_at, self._ours = "", False
 
     def enter(self, micro: InMicro) -> None:
-        """The script enters ``with micro:``."""
         self._micro, self.backward_at = micro, ""
         if not self._thread:
             self._thread = threading.get_ident()
@@ -68,7 +67,6 @@ class Habits:
         self._micro = None
 
     def leave(self) -> None:
-        """The run is over."""
         if self._thread:
             with _changing:
                 if _watched.get(self._thread) is self:
@@ -116,8 +114,7 @@ class Habits:
 
 
 class WrappedHabits(Habits):
-    """The same in a loop of the script's own (`rp.wrap`), from its begin to the job's end. It back-propagates itself.
-    """
+    """The same in a loop of the script's own (`rp.wrap`), which back-propagates itself: from its begin to the end."""
 
     def clips(self, name: str, parameters: list[torch.Tensor], *, measures: bool) -> None:
         """The same. With a limit of infinity it only measures, which bridges and loggers do."""

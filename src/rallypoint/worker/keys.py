@@ -23,7 +23,7 @@ from rallypoint.net.frames import LATEST
 from rallypoint.net.pool import bytes_of
 from rallypoint.optim import refusal
 from rallypoint.worker.keys_exchange import KeyExchange, KeyRequest
-from rallypoint.worker.sources.hooks import parts_of
+from rallypoint.worker.sources.hooks import parts_of, split_rows
 
 # ---- What a store is made of: the names, shapes and optimizers of its keys, as a configuration and a layout ----
 
@@ -363,7 +363,7 @@ class TableKey:
     def __init__(self, index: int, layout: Layout) -> None:
         spec = layout.tables[index]
         self.name, self.shape = spec.name, spec.shape
-        self._parts = [part.index for part in parts_of(layout, index)]
+        self._parts = parts_of(layout, index)
 
     @property
     def shards(self) -> list[int]:
@@ -389,7 +389,7 @@ class TableKey:
         unique, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
         sums = torch.zeros(len(unique), self.shape[1], dtype=torch.float32, device="cpu")
         sums.index_add_(0, inverse, in_fp32(values, self.name).reshape(-1, self.shape[1]))
-        split = self._split(unique)
+        split = split_rows(unique, self._parts)
         return {
             shard: encode_gradient(unique[place] // len(self._parts), sums[place]) for shard, place in split.items()
         }
@@ -398,14 +398,9 @@ class TableKey:
         """What a pull of these rows asks for."""
         ids = self._numbers(rows)
         unique, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
-        places = {shard: place for shard, place in self._split(unique).items() if len(place)}
+        places = {shard: place for shard, place in split_rows(unique, self._parts).items() if len(place)}
         payloads = {shard: encode_ids(unique[place] // len(self._parts)) for shard, place in places.items()}
         return KeyReading(self.name, (*ids.shape, self.shape[1]), places, self.shape[1], payloads, inverse)
-
-    def _split(self, unique: torch.Tensor) -> dict[int, torch.Tensor]:
-        """For each part: the positions of its rows among these row numbers, which ascend."""
-        owner = unique % len(self._parts)
-        return {shard: torch.nonzero(owner == number).view(-1) for number, shard in enumerate(self._parts)}
 
     def _numbers(self, rows: Rows) -> torch.Tensor:
         if rows is None:

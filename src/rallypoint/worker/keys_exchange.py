@@ -28,31 +28,21 @@ _NO_ROWS = memoryview(b"")
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class KeyRequest:
-    """A request for one shard. Who wants the answer keeps it: a request that nobody keeps needs no memory.
+    """A request for one shard. Who wants the answer keeps it: a request that nobody keeps needs no memory."""
 
-    Attributes:
-        number: its name on the wire.
-        rows: of a part of a table, the payload that names the rows.
-        nbytes: the length of the answer.
-        value: the answer; None until it is here.
-    """
-
-    number: int
-    rows: memoryview
-    nbytes: int
-    value: Value | None = None
+    number: int  # its name on the wire
+    rows: memoryview  # of a part of a table, the payload that names the rows
+    nbytes: int  # the length of the answer
+    value: Value | None = None  # the answer; None until it is here
 
 
 @dataclass(slots=True)
 class Answers:
-    """Values that have come. The exchange's lock guards it.
+    """Values that have come. The exchange's lock guards it."""
 
-    Attributes:
-        asked: by number, the requests that somebody keeps.
-        with_push: by shard, the value that came with the last acknowledgement of a push.
-    """
-
+    # By number, the requests that somebody keeps
     asked: weakref.WeakValueDictionary[int, KeyRequest] = field(default_factory=weakref.WeakValueDictionary)
+    # By shard, the value that came with the last acknowledgement of a push
     with_push: dict[int, Value] = field(default_factory=dict)
 
     def came(self, numbers: Iterable[int], version: int, data: bytearray) -> None:
@@ -174,23 +164,19 @@ class Sends:
     """Runs effects on links. The exchange's lock, `changed`, guards the fields; `run_all` is called without it.
 
     Each value is memory of its own, which nobody writes to again: so it may be sent twice, and by two threads.
-
-    Attributes:
-        initial: by shard, a first value that may be needed (again).
-        pushes: by shard and contributor, the step and bytes of a push that is not known to count.
-        counted: by contributor, the last step that counts in some key.
-        outgoing: effects that nobody has run yet, in the order of the machine.
-        sending: held by the thread that runs effects. Above the exchange's lock.
     """
 
     keys: machine.KeyMachine
     links: Links
     answers: Answers
     changed: threading.Condition
-    initial: dict[int, memoryview] = field(default_factory=dict)
+    initial: dict[int, memoryview] = field(default_factory=dict)  # by shard, a first value that may be needed (again)
+    # By shard and contributor, the step and bytes of a push that is not known to count
     pushes: dict[tuple[int, int], tuple[int, memoryview]] = field(default_factory=dict)
-    counted: dict[int, int] = field(default_factory=dict)
+    counted: dict[int, int] = field(default_factory=dict)  # by contributor, the last step that counts in some key
+    # Effects that nobody has run yet, in the order of the machine
     outgoing: deque[machine.Effect] = field(default_factory=deque)
+    # Held by the thread that runs effects. Above the exchange's lock.
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def clear(self, *, keep_first: bool) -> None:
@@ -229,7 +215,6 @@ class Sends:
             return self.outgoing.popleft() if self.outgoing else None
 
     def run(self, effect: machine.Effect) -> None:
-        """Send what the machine says."""
         if (link := self.links.get(effect.server)) is not None:  # else it has ended: a new one sends this again
             self._send(link, effect, Header(Kind.PUSH, self.keys.number, shard=effect.shard))
 
@@ -357,7 +342,6 @@ class KeyExchange:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """End every link."""
         with self._adopting:
             self._closed = True
             self._links.close()

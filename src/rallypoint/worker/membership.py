@@ -23,19 +23,15 @@ class Stopping:
     worker holds the last version.
 
     The coordinator's link calls `adopted` and `repeat`.
-
-    Attributes:
-        wanted: the script's reason; None: it has not asked for it.
-        why_not: the sentence that refuses it; "" if the job's mode supports it.
     """
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send, self._lock = send, threading.Lock()
         self._said: Stop | None = None
         self._done: Done | None = None
-        self.wanted: str | None = None
+        self.wanted: str | None = None  # the script's reason; None: it has not asked for it
         self._from: int | None = None  # the step from which the wish counts; None: at once
-        self.why_not = ""
+        self.why_not = ""  # the sentence that refuses it; "" if the job's mode supports it
 
     def wish(self, reason: str, *, step: int | None = None) -> None:
         """The script wants to stop: it is said when the step in progress can be held back.

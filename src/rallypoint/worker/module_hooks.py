@@ -40,7 +40,6 @@ class ModuleHooks:
                     self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def off(self) -> None:
-        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -31,7 +31,6 @@ class Autocast:
         self._entered: Any = None
 
     def enter(self) -> None:
-        """Begin autocast."""
         if self._type is not None:
             self._entered = torch.autocast(self._device, dtype=self._type)
             self._entered.__enter__()

@@ -210,10 +210,6 @@ class Carried:
     """The state of each of `replicas` replicas. Main thread only.
 
     `first` is what each replica begins with. Raises ConfigError when it cannot be carried.
-
-    Attributes:
-        tensors: by the layout's names, the values in the model's version, or those that a replica has left since.
-        specs: the layout's, in the same order.
     """
 
     def __init__(self, first: Carry, replicas: int, device: torch.device) -> None:
@@ -221,13 +217,14 @@ class Carried:
         leaves = dict(_leaves(first, ""))
         _check(leaves, replicas)
         self._names = list(leaves)
+        # By the layout's names, the values in the model's version, or those that a replica has left since
         self.tensors: dict[str, torch.Tensor] = {}
-        self.specs: list[TensorSpec] = []
+        self.specs: list[TensorSpec] = []  # the layout's, in the same order
         for replica in range(replicas):
             for name, leaf in leaves.items():
                 place = _named(replica, name)
                 own = self.tensors[place] = leaf.detach().to(device).clone(memory_format=torch.contiguous_format)
-                self.specs.append(TensorSpec(place, tuple(own.shape), _type(own), carried_by(replica)))
+                self.specs.append(_spec(place, own, carried_by(replica)))
         self._given: tuple[int, list[torch.Tensor]] | None = None
 
     def of(self, replica: int) -> Carry:
@@ -339,9 +336,16 @@ class Placed:
     tensor: torch.Tensor
     entry: Entry
 
-    def of(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return this tensor's part of a flat fp32 vector, in the tensor's shape (a buffer's also in its dtype)."""
-        return self.of_part(vector, 0)
+    def of(self, vector: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Return this tensor's part of a flat fp32 vector, in the tensor's shape (a buffer's also in its dtype).
+
+        `start`: the word of the flat vector with which `vector` begins.
+        """
+        words = vector[self.entry.start - start : self.entry.stop - start]
+        if self.entry.spec.group >= 0:
+            return words.view(self.entry.spec.shape)
+        raw = words.view(torch.uint8)[: self.tensor.numel() * self.tensor.element_size()]
+        return raw.view(self.tensor.dtype).view(self.entry.spec.shape)
 
     def words(self) -> torch.Tensor:
         """Return the tensor as its words of the flat vector: 1-D fp32.
@@ -351,7 +355,7 @@ class Placed:
         if self.entry.spec.group >= 0:
             return self.tensor.detach().reshape(-1)
         words = torch.zeros(self.entry.stop - self.entry.start, dtype=torch.float32, device="cpu")
-        self.of_part(words, self.entry.start).copy_(self.tensor)
+        self.of(words, self.entry.start).copy_(self.tensor)
         return words
 
     def write(self, start: int, values: torch.Tensor) -> None:
@@ -376,13 +380,18 @@ class Placed:
         if words.data_ptr() != self.tensor.data_ptr():  # not contiguous: `words` is a copy
             self.tensor.copy_(words.view(self.tensor.shape))
 
-    def of_part(self, vector: torch.Tensor, start: int) -> torch.Tensor:
-        """Like `of`, for a `vector` whose first word is word `start` of the flat vector."""
-        words = vector[self.entry.start - start : self.entry.stop - start]
-        if self.entry.spec.group >= 0:
-            return words.view(self.entry.spec.shape)
-        raw = words.view(torch.uint8)[: self.tensor.numel() * self.tensor.element_size()]
-        return raw.view(self.tensor.dtype).view(self.entry.spec.shape)
+
+def part_of(tensors: Iterable[tuple[Entry, Callable[[], torch.Tensor]]], start: int, stop: int) -> torch.Tensor:
+    """Words [start, stop) of the flat vector that these tensors make, as a new 1-D fp32 CPU tensor; gaps are zero.
+
+    Each has its place, and what returns its words (1-D fp32): it is called only for one that is needed.
+    """
+    vector = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
+    for entry, words in tensors:
+        first, last = max(start, entry.start), min(stop, entry.stop)
+        if first < last:
+            vector[first - start : last - start].copy_(words()[first - entry.start : last - entry.start])
+    return vector
 
 
 def marked(stream: torch.cuda.Stream) -> Callable[[], None]:
@@ -458,16 +467,10 @@ class ModelTensors:
 
     @torch.no_grad()
     def part(self, start: int, stop: int) -> torch.Tensor:
-        """Words `start` to `stop` of the flat vector, as a new 1-D fp32 CPU tensor; gaps between groups are zero."""
-        vector = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
+        """See `part_of`."""
         begin = bisect_right(self._in_order, start, key=lambda placed: placed.entry.stop)
         end = bisect_left(self._in_order, stop, key=lambda placed: placed.entry.start)
-        for placed in self._in_order[begin:end]:
-            first, last = max(start, placed.entry.start), min(stop, placed.entry.stop)
-            if first < last:
-                words = placed.words()[first - placed.entry.start : last - placed.entry.start]
-                vector[first - start : last - start].copy_(words)
-        return vector
+        return part_of([(placed.entry, placed.words) for placed in self._in_order[begin:end]], start, stop)
 
     @torch.no_grad()
     def read_from(self, vector: torch.Tensor, buffers: torch.Tensor | None = None) -> None:
@@ -608,11 +611,10 @@ def _refused(module: torch.nn.Embedding | torch.nn.EmbeddingBag, name: str, conf
 
 
 def _spec(name: str, tensor: torch.Tensor, group: int) -> TensorSpec:
-    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), group)
+    return TensorSpec(name, tuple(tensor.shape), _type(tensor), group)
 
 
 def hash_of(tensor: torch.Tensor) -> str:
-    """Return a hash of a tensor's bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for part in plain_parts(tensor):
         digest.update(_raw(part))

@@ -8,18 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rallypoint.core.protocol import (
-    Aborted,
-    AnyOrder,
-    Finished,
-    Members,
-    Message,
-    Ordered,
-    Planned,
-    Resize,
-    Snapshotted,
-    SnapshotWanted,
-)
+from rallypoint.core import protocol
 from rallypoint.core.typed import counted
 from rallypoint.errors import ConfigError, DataError, JobAborted, LinkError, RallypointError, UsageError, to_resume
 from rallypoint.launch.access import transport_of
@@ -37,7 +26,7 @@ _AGAIN = "the coordinator is back, and was asked again"
 
 # True: the link to the coordinator is whole again, maybe with another one, which knows nothing of the question; False:
 # it is broken
-Answers = queue.SimpleQueue[Message | RallypointError | bool]
+Answers = queue.SimpleQueue[protocol.Message | RallypointError | bool]
 Say = Callable[[str], None]
 
 
@@ -49,13 +38,13 @@ def take_snapshot(run: Path, say: Say) -> str:
     is no coordinator for a minute.
     """
 
-    def taken(answer: Message) -> str:
-        if not isinstance(answer, Snapshotted):
+    def taken(answer: protocol.Message) -> str:
+        if not isinstance(answer, protocol.Snapshotted):
             return ""
         stored = f"version {answer.version}, {answer.nbytes / 1e6:.1f} MB in {answer.seconds:.2f} s"
         return f"{answer.snapshot}: {stored}"
 
-    return _answered(run, SnapshotWanted(), _PATIENCE_S, "no snapshot", say, taken)
+    return _answered(run, protocol.SnapshotWanted(), _PATIENCE_S, "no snapshot", say, taken)
 
 
 def resize(run: Path, workers: int, servers: int, say: Say) -> str:
@@ -75,11 +64,11 @@ def resize(run: Path, workers: int, servers: int, say: Say) -> str:
         raise ConfigError(f"{run} keeps every shard on {plan.replication} servers: it needs at least so many")
     began, said, replicas = time.monotonic(), "", workers
 
-    def done(answer: Message) -> str:
+    def done(answer: protocol.Message) -> str:
         nonlocal said, replicas
-        if isinstance(answer, Planned):
+        if isinstance(answer, protocol.Planned):
             replicas = answer.replicas
-        if not isinstance(answer, Members):
+        if not isinstance(answer, protocol.Members):
             return ""
         if missing := _missing(answer, workers, servers, replicas):
             if missing != said:
@@ -91,17 +80,17 @@ def resize(run: Path, workers: int, servers: int, say: Say) -> str:
         idle = f"; the others stand by: the job has {counted(replicas, 'replica')}" if take_part < workers else ""
         return f"done in {time.monotonic() - began:.1f} s: {here}{idle}"
 
-    return _answered(run, Resize(workers, servers), _PATIENCE_S, "not resized", say, done)
+    return _answered(run, protocol.Resize(workers, servers), _PATIENCE_S, "not resized", say, done)
 
 
-def order(run: Path, wanted: AnyOrder, say: Say) -> str:
+def order(run: Path, wanted: protocol.AnyOrder, say: Say) -> str:
     """Give the run in this folder an order. Returns what has come of it, as a sentence; `say` as in `take_snapshot`.
 
     Raises DataError when nothing runs there, UsageError when the coordinator refuses.
     """
 
-    def followed(answer: Message) -> str:
-        if not isinstance(answer, Ordered) or answer.kind != type(wanted).__name__:
+    def followed(answer: protocol.Message) -> str:
+        if not isinstance(answer, protocol.Ordered) or answer.kind != type(wanted).__name__:
             return ""
         if answer.refused:
             raise UsageError(answer.text)
@@ -111,8 +100,9 @@ def order(run: Path, wanted: AnyOrder, say: Say) -> str:
 
 
 def _answered(
-    run: Path, wanted: Message, seconds: float, otherwise: str, say: Say, told: Callable[[Message], str]
-) -> str:
+    run: Path, wanted: protocol.Message, seconds: float, otherwise: str, say: Say,
+    told: Callable[[protocol.Message], str],
+) -> str:  # fmt: skip
     """Ask, and return the first text of `told`, which gets each of the coordinator's messages; LinkError after so many
     seconds. The job's own messages keep coming though the answer does not, when the coordinator was killed before it
     could send it: the next one is asked again."""
@@ -123,7 +113,7 @@ def _answered(
             answer = answers.get(timeout=left)
             if isinstance(answer, RallypointError):
                 raise answer
-            if isinstance(answer, Finished | Aborted):
+            if isinstance(answer, protocol.Finished | protocol.Aborted):
                 raise JobAborted("the job is over")
             if not isinstance(answer, bool):
                 if text := told(answer):
@@ -138,7 +128,7 @@ def _answered(
     raise LinkError(f"{otherwise} within {seconds:.0f} s; the run's own console says why")
 
 
-def _missing(now: Members, workers: int, servers: int, replicas: int) -> str:
+def _missing(now: protocol.Members, workers: int, servers: int, replicas: int) -> str:
     """Return what does not match the request yet, as a phrase; "" when everything does."""
     able, computing, here = len(now.workers) + len(now.standby), len(now.workers), len(now.servers)
     idle = min(workers, replicas) - computing - len(now.warming)

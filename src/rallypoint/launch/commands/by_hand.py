@@ -194,10 +194,8 @@ def _take_last_snapshot(console: RunConsole, link: CoordinatorLink) -> None:
 @contextlib.contextmanager
 def _told_to_go(folder: str) -> Iterator[None]:
     """In the body, SIGTERM ends this coordinator. With a journal in `folder` it ends at once and alone, as a machine
-    that fails: another one goes on with the job. Without one nobody could, so the job ends, as after Ctrl-C.
-
-    It is heeded in containers too: as process 1 a program without a handler would not notice it.
-    """
+    that fails: another one goes on with the job. Without one nobody could, so the job ends, as after Ctrl-C. It is
+    heeded in containers too: as process 1 a program without a handler would not notice it."""
 
     def go(number: int, frame: object) -> None:
         if not folder:
@@ -320,11 +318,9 @@ def start_worker(
 
 
 def _argv_of(command: Sequence[str]) -> list[str]:
-    """A program with its path, and its arguments. UsageError if there is no such script or program.
-
-    What ends in .py, and a file that is not executable, is a script: ``train.py``. The rest are programs:
-    ``python train.py``, ``./train.sh``.
-    """
+    """A program with its path, and its arguments. UsageError if there is no such script or program. What ends in .py,
+    and a file that is not executable, is a script: ``train.py``. The rest are programs: ``python train.py``,
+    ``./train.sh``."""
     first = Path(command[0])
     if first.suffix != ".py" and (program := shutil.which(command[0])):
         return [program, *command[1:]]

@@ -137,7 +137,6 @@ def typical_gap(times: Sequence[float]) -> float:
 
 
 def show(report: ChaosReport, console: Console) -> None:
-    """Print the table, the ledger and the verdict."""
     table = Table("", "step", "fault", "to", "stall", "computed again")
     for number, measured in enumerate(report.events, 1):
         event = measured.event

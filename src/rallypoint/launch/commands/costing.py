@@ -96,29 +96,19 @@ _SPARSE_BYTES = 6.0  # of each word that top-k and DGC send
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """A run as the planner sees it.
+    """A run as the planner sees it."""
 
-    Attributes:
-        name: of its folder.
-        sizes: words of each module, in the order of the forward pass.
-        config: the job's settings, as data.
-        workers, servers, replication: of the job, the members at the most.
-        step: the median step, in seconds; 0 before there are enough.
-        computed: seconds that the slowest replica of a step computed, the median; 0: not recorded.
-        busiest: bytes a second that a machine has sent, or received, at the most; 0: unknown, or one machine only.
-        losses: members that were lost, and `seconds_long` of what the run has lasted.
-    """
-
-    name: str
-    sizes: tuple[int, ...]
-    config: Mapping[str, Any]
+    name: str  # of its folder
+    sizes: tuple[int, ...]  # words of each module, in the order of the forward pass
+    config: Mapping[str, Any]  # the job's settings, as data
+    # `workers`, `servers`, `replication`: of the job, the members at the most
     workers: int
     servers: int
     replication: int
-    step: float
-    computed: float
-    busiest: float
-    losses: int
+    step: float  # the median step, in seconds; 0 before there are enough
+    computed: float  # seconds that the slowest replica of a step computed, the median; 0: not recorded
+    busiest: float  # bytes a second that a machine has sent, or received, at the most; 0: unknown, or one machine only
+    losses: int  # members that were lost, and `seconds_long` of what the run has lasted
     seconds_long: float
 
     @property
@@ -382,7 +372,6 @@ ASSUMED = (
 
 
 def told(question: Question, candidates: Sequence[Candidate], verdict: Judgement) -> RenderableType:
-    """What is printed."""
     failing = question.machines.mtbf < NEVER
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, highlight=False)
     table.add_column("layout", min_width=_LAYOUT_WIDTH)

@@ -56,42 +56,29 @@ class GpuFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Count
 
 
-class MachineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is true of one machine.
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """What is true of one machine: a probe's answer to `AskFacts`."""
 
-    Attributes:
-        host: its name.
-        rallypoint: the version of this package; `protocol`: the number that both sides of a link must have.
-        python: its version; `torch`: its version, "" if there is none.
-        processor: its model; `capability`: which instructions torch uses ("AVX2", "AVX512", ...).
-        cores: those that this process may use; `memory`: bytes; `files`: how many a process may open.
-        threads: the environment variables that set a number of threads.
-        cubic: is the congestion control there that links ask for?
-        clock: unix time in seconds when it was asked; in a table of machines, how far it is ahead of the first one's.
-        gpus: what `nvidia-smi` lists; `gpu_trouble`: why it could not.
-        cuda: what torch says: the version of CUDA that it was built for, "" for none.
-        gpus_seen: how many GPUs torch can use.
-        kernels: the digest of a small computation, in fp32 and bf16: machines with another one compute other bytes. On
-            the first GPU that torch can use, else on the processor, with one thread; "" without torch.
-    """
-
-    host: Name
-    rallypoint: Name
-    protocol: Count
-    python: Name
-    torch: Name
-    processor: Name
-    capability: Name
-    cores: Count
-    memory: Count
-    files: Count
-    threads: dict[Name, Name]
-    cubic: bool
+    host: Name  # its name
+    rallypoint: Name  # the version of this package
+    protocol: Count  # the number that both sides of a link must have
+    python: Name  # its version
+    torch: Name  # its version, "" if there is none
+    processor: Name  # its model
+    capability: Name  # which instructions torch uses ("AVX2", "AVX512", ...)
+    cores: Count  # those that this process may use
+    memory: Count  # bytes
+    files: Count  # how many a process may open
+    threads: dict[Name, Name]  # the environment variables that set a number of threads
+    cubic: bool  # is the congestion control there that links ask for?
+    # Unix time in seconds when it was asked; in a table of machines, how far it is ahead of the first one's
     clock: float
-    gpus: Annotated[tuple[GpuFacts, ...], msgspec.Meta(max_length=256)] = ()
-    gpu_trouble: Name = ""
-    cuda: Name = ""
-    gpus_seen: Count = 0
+    gpus: Annotated[tuple[GpuFacts, ...], msgspec.Meta(max_length=256)] = ()  # what `nvidia-smi` lists
+    gpu_trouble: Name = ""  # why it could not
+    cuda: Name = ""  # what torch says: the version of CUDA that it was built for, "" for none
+    gpus_seen: Count = 0  # how many GPUs torch can use
+    # The digest of a small computation, in fp32 and bf16: machines with another one compute other bytes. On the first
+    # GPU that torch can use, else on the processor, with one thread; "" without torch.
     kernels: Name = ""
 
 
@@ -312,17 +299,11 @@ class _Word(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """What doctors and probes say to each other, in control frames."""
 
 
-_T = TypeVar("_T", bound=_Word)
+_T = TypeVar("_T")
 
 
 class AskFacts(_Word, frozen=True):
     """Tell your machine's facts."""
-
-
-class FactsTold(_Word, frozen=True):
-    """The facts."""
-
-    facts: MachineFacts
 
 
 class AskLink(_Word, frozen=True):
@@ -357,7 +338,7 @@ class BytesArrived(_Word, frozen=True):
     seconds: Seconds
 
 
-_decoder = msgspec.msgpack.Decoder(AskFacts | FactsTold | AskLink | MeasuredLink | Ping | AskArrived | BytesArrived)
+_decoder = msgspec.msgpack.Decoder(AskFacts | MachineFacts | AskLink | MeasuredLink | Ping | AskArrived | BytesArrived)
 
 
 class Probe:
@@ -388,7 +369,7 @@ class Probe:
                 continue
             match _word_of(channel, header):
                 case AskFacts():
-                    _say(channel, FactsTold(msgspec.structs.replace(self._facts(), clock=time.time())))
+                    _say(channel, msgspec.structs.replace(self._facts(), clock=time.time()))
                 case AskLink(address=address):
                     with self._measuring:
                         _say(channel, _measured(self._access, address))
@@ -425,7 +406,7 @@ class ProbeLink:
 
     def facts(self) -> MachineFacts:
         """The facts about the probe's machine; `clock` is how far its clock is ahead of this machine's."""
-        facts = self._ask(AskFacts(), FactsTold).facts
+        facts = self._ask(AskFacts(), MachineFacts)
         return msgspec.structs.replace(facts, clock=facts.clock - time.time())
 
     def link_to(self, address: str) -> MeasuredLink:
@@ -472,7 +453,7 @@ def _admit(hello: Hello) -> Welcome:
     return Welcome()
 
 
-def _say(channel: Channel, word: _Word, *, urgent: bool = True) -> None:
+def _say(channel: Channel, word: _Word | MachineFacts, *, urgent: bool = True) -> None:
     data = msgspec.msgpack.encode(word)
     channel.send(Header(Kind.CONTROL, length=len(data)), memoryview(data), urgent=urgent)
 
@@ -504,7 +485,6 @@ class Doctor:
         self._console, self._access, self._heartbeat = console, access, heartbeat
 
     def machine(self) -> MachineFacts:
-        """Examine this machine."""
         facts = msgspec.structs.replace(collect(), clock=0.0)
         for line in (
             f"Python {facts.python}, torch {facts.torch or 'none'}, rallypoint {facts.rallypoint}",
@@ -526,13 +506,13 @@ class Doctor:
                 with ProbeLink(self._access, address) as asking:
                     facts = asking.facts()
                 found[address] = facts
-                self._tell(of_machine(facts), f"{address} ({escape(facts.host)}): no problem")
+                self._tell(of_machine(facts), f"{address} ({facts.host}): no problem")
             except UnprovenPeer as error:
                 self._tell([Advice(Level.BAD, f"{address}: {error}", "give this doctor the probes' --token-file")])
             except RallypointError as error:
                 self._tell([Advice(Level.BAD, f"{address}: {error}", "does `rallypoint doctor --listen` run there?")])
         for source, target in itertools.permutations(probes, 2):
-            self._console.print(f"[dim]measuring {source} -> {target}[/dim]")
+            self._console.print(f"[dim]{escape(f'measuring {source} -> {target}')}[/dim]")
             links.append(self._link(source, target))
         self._console.print(_table_of_machines(found))
         if links:
@@ -591,7 +571,7 @@ class Doctor:
             if finding.todo:
                 self._console.print(f"      [dim]{escape(finding.todo)}[/dim]", soft_wrap=True)
         if otherwise and not findings:
-            self._console.print(f"{_MARKS[Level.FINE]}  {otherwise}", soft_wrap=True)
+            self._console.print(f"{_MARKS[Level.FINE]}  {escape(otherwise)}", soft_wrap=True)
 
 
 def listen(access: Access, bind: str, console: Console) -> None:
@@ -600,7 +580,7 @@ def listen(access: Access, bind: str, console: Console) -> None:
     facts = collect()
     probe = Probe(access, bind, lambda: facts)
     try:
-        console.print(f"the probe of {facts.host} listens at {probe.address}; Ctrl-C ends it", soft_wrap=True)
+        console.print(f"the probe of {facts.host} listens at {escape(probe.address)}; Ctrl-C ends it", soft_wrap=True)
         while True:
             time.sleep(3600.0)
     except KeyboardInterrupt:
@@ -625,5 +605,5 @@ def _table_of_links(links: Sequence[MeasuredLink]) -> Table:
     table = Table("from", "to", "round trip", "throughput", box=SIMPLE)
     for link in links:
         figures = (f"{1000 * link.round_trip:.2f} ms", bits(link.rate)) if not link.trouble else ("none", "none")
-        table.add_row(link.source, link.target, *figures)
+        table.add_row(escape(link.source), escape(link.target), *figures)
     return table

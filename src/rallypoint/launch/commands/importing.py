@@ -20,25 +20,15 @@ from rallypoint.store.snapshots import SnapshotStore
 
 
 class ImportTask(msgspec.Struct, frozen=True):
-    """What to import, and where to.
+    """What to import, and where to."""
 
-    Attributes:
-        checkpoint: see `store.checkpoints`.
-        step: the steps of training in it; -1: as it says itself.
-        snapshots: the store that gets the snapshot.
-        answer: the file that gets an `Answer` when that is done.
-        folder: the run's folder.
-        overrides: the launcher's settings, nested.
-        strict: refuse a checkpoint that has more than the script's model.
-    """
-
-    checkpoint: str
-    step: int
-    snapshots: str
-    answer: str
-    folder: str
-    overrides: dict[str, Any] = {}
-    strict: bool = False
+    checkpoint: str  # see `store.checkpoints`
+    step: int  # the steps of training in it; -1: as it says itself
+    snapshots: str  # the store that gets the snapshot
+    answer: str  # the file that gets an `Answer` when that is done
+    folder: str  # the run's folder
+    overrides: dict[str, Any] = {}  # the launcher's settings, nested
+    strict: bool = False  # refuse a checkpoint that has more than the script's model
 
 
 class Imported(msgspec.Struct, frozen=True):

@@ -20,19 +20,13 @@ GROUP = "rallypoint.launch.engines.ranks"  # the program of a worker of several 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A process to start: ``Command(name="server0", role="server", argv=("python", "-P", ...), env={"A": "1"})``.
+    """A process to start: ``Command(name="server0", role="server", argv=("python", "-P", ...), env={"A": "1"})``."""
 
-    Attributes:
-        name: unique among all processes of the run.
-        role: "coordinator", "server", "aggregator" or "worker". A cluster may place the roles on different machines.
-        argv: the program and its arguments.
-        env: environment variables that the process gets in addition to those that the cluster gives every process.
-            Tokens may be among them: they are never shown.
-    """
-
-    name: str
-    role: str
-    argv: tuple[str, ...]
+    name: str  # unique among all processes of the run
+    role: str  # "coordinator", "server", "aggregator" or "worker". A cluster may place the roles on different machines.
+    argv: tuple[str, ...]  # the program and its arguments
+    # Environment variables that the process gets in addition to those that the cluster gives every process. Tokens may
+    # be among them: they are never shown.
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -43,21 +37,13 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended: with a status, or by a signal (``Exit(137, "SIGKILL")``).
+    """How a process ended: with a status, or by a signal (``Exit(137, "SIGKILL")``)."""
 
-    Attributes:
-        status: 0 to 255; 128 plus its number after a signal.
-        signal: the signal's name; "" when the process ended by itself.
-        reason: what else the cluster knows, as a phrase ("out of memory", "preempted"); often "".
-        again: it has asked for another process in its place (`StartAgain`).
-        started: False if it could not be started; the reason says why.
-    """
-
-    status: int
-    signal: str = ""
-    reason: str = ""
-    again: bool = False
-    started: bool = True
+    status: int  # 0 to 255; 128 plus its number after a signal
+    signal: str = ""  # the signal's name; "" when the process ended by itself
+    reason: str = ""  # what else the cluster knows, as a phrase ("out of memory", "preempted"); often ""
+    again: bool = False  # it has asked for another process in its place (`StartAgain`)
+    started: bool = True  # False if it could not be started; the reason says why
 
     @property
     def died(self) -> bool:
@@ -197,16 +183,13 @@ class GpuShare:
     Workers of one job on one machine find each other by names of sockets (Linux's abstract ones: no files, and the
     name is free as soon as the process has died). Example: 8 GPUs and 4 ranks: the first worker sees "0,1,2,3", the
     second "4,5,6,7".
-
-    Attributes:
-        visible: for CUDA_VISIBLE_DEVICES; None: leave it as it is, since there are no GPUs, or fewer than ranks.
-        shared: all shares are taken, so this one is another worker's too.
     """
 
     def __init__(self, ranks: int, job: str, devices: Sequence[str]) -> None:
         """`job` is any text that is the same for the workers of one job; `devices` are those of `devices_of`."""
+        # For CUDA_VISIBLE_DEVICES; None: leave it as it is, since there are no GPUs, or fewer than ranks
         self.visible: str | None = None
-        self.shared = False
+        self.shared = False  # all shares are taken, so this one is another worker's too
         self._name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         shares = shares_of(devices, ranks)
         if not shares:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import msgspec
 
@@ -37,26 +37,17 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One process among those that a launcher has started, as the launcher counts them.
+    """One process among those that a launcher has started, as the launcher counts them."""
 
-    Attributes:
-        launcher: "torchrun" or "mpirun".
-        rank, world: which of how many.
-        local_rank: which on its machine.
-        nodes: on how many machines.
-        attempt: differs between any two starts of everybody that could be taken for each other.
-        master: ``host:port`` of torch's store; "" where there is none.
-        agent_store: torchrun has the store; else rank 0 has to open it.
-    """
-
-    launcher: str
+    launcher: str  # "torchrun" or "mpirun"
+    # `rank`, `world`: which of how many
     rank: int
     world: int
-    local_rank: int
-    nodes: int
-    attempt: str
-    master: str = ""
-    agent_store: bool = False
+    local_rank: int  # which on its machine
+    nodes: int  # on how many machines
+    attempt: str  # differs between any two starts of everybody that could be taken for each other
+    master: str = ""  # ``host:port`` of torch's store; "" where there is none
+    agent_store: bool = False  # torchrun has the store; else rank 0 has to open it
 
     @property
     def one_machine(self) -> bool:
@@ -85,7 +76,6 @@ def server_ranks(place: Place, wanted: str) -> tuple[int, ...] | None:
 
 
 def servers_in_all(place: Place, wanted: str) -> int:
-    """Return the number of servers of the job."""
     ranks = server_ranks(place, wanted)
     return place.nodes if ranks is None else len(ranks)
 
@@ -99,8 +89,7 @@ def servers_here(place: Place, wanted: str) -> tuple[str, ...]:
 
 
 def place_of_torchrun(env: Mapping[str, str]) -> Place | None:
-    """Return the place of this process; None if torchrun has not started it. Raises UsageError if something is missing.
-    """
+    """Return the place of this process; None if torchrun has not started it. UsageError if something is missing."""
     if "TORCHELASTIC_RUN_ID" not in env:
         return None
     if missing := [name for name in _NEEDED if not env.get(name)]:
@@ -152,21 +141,9 @@ class FoundJob(msgspec.Struct, frozen=True):
     token_file: str = ""
 
 
-class MeetingBoard(Protocol):
-    """One place to publish on, and to look at."""
-
-    def read(self) -> bytes | None:
-        """Return what is published; None while there is nothing. May wait for a second."""
-
-    def published(self, text: bytes) -> contextlib.AbstractContextManager[None]:
-        """While in the body, `text` is published. At its end it is withdrawn."""
-
-
-def board_of(place: Place) -> MeetingBoard:
+def board_of(place: Place) -> FolderBoard | StoreBoard:
     """Return the board of this start of everybody. Raises UsageError if there can be none."""
-    if place.master:
-        return StoreBoard(place)
-    return FolderBoard(place)
+    return StoreBoard(place) if place.master else FolderBoard(place)
 
 
 def look(place: Place, patience: float = PATIENCE_S) -> FoundJob:
@@ -199,7 +176,7 @@ def check_own(path: Path) -> None:
         raise UsageError(f"{path} {why}: it is not used")
 
 
-class FolderBoard(MeetingBoard):
+class FolderBoard:
     """A file in a folder that all processes see: RALLYPOINT_FOLDER, or on one machine one of our own in its /tmp."""
 
     def __init__(self, place: Place) -> None:
@@ -207,7 +184,10 @@ class FolderBoard(MeetingBoard):
         self._name = f"coordinator-{_file_name(place.attempt)}.json"
 
     def read(self) -> bytes | None:
-        """See `MeetingBoard`. Raises UsageError if the folder or the file is another user's, or is something else."""
+        """Return what is published; None while there is nothing.
+
+        Raises UsageError if the folder or the file is another user's, or is something else.
+        """
         try:
             with _entered(self.folder) as folder, folder.open(self._name) as file:
                 if why := not_private(os.fstat(file.fileno())):
@@ -220,6 +200,7 @@ class FolderBoard(MeetingBoard):
 
     @contextlib.contextmanager
     def published(self, text: bytes) -> Iterator[None]:
+        """While in the body, `text` is published. At its end it is withdrawn."""
         with _entered(self.folder) as folder:
             folder.write(self._name, text)
             try:
@@ -228,8 +209,8 @@ class FolderBoard(MeetingBoard):
                 folder.unlink(self._name)
 
 
-class StoreBoard(MeetingBoard):
-    """A key of the TCPStore that torchrun has. torch is imported only when it is needed."""
+class StoreBoard:
+    """The same as a key of the TCPStore that torchrun has. torch is imported only when it is needed."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -249,7 +230,7 @@ class StoreBoard(MeetingBoard):
 
     @contextlib.contextmanager
     def published(self, text: bytes) -> Iterator[None]:
-        """See `MeetingBoard`. This process opens the store where torchrun has not."""
+        """This process opens the store where torchrun has not."""
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # torch names it so itself
 
         store = TCPStore(
@@ -300,9 +281,7 @@ def private_folder(place: Place) -> Iterator[Path]:
 @contextlib.contextmanager
 def _entered(path: Path, *, make: bool = False) -> Iterator[OpenFolder]:
     """In the body the folder that all processes see is open. The one of a name that others can guess must be ours.
-
-    Raises UsageError if it is not, or is no folder; FileNotFoundError if there is none.
-    """
+    Raises UsageError if it is not, or is no folder; FileNotFoundError if there is none."""
     with contextlib.ExitStack() as stack:
         try:
             folder = stack.enter_context(opened(path, make=make))
@@ -332,21 +311,13 @@ SUPERVISION = "rallypoint.launch.engines.supervision"
 
 
 class RankDuties(msgspec.Struct, frozen=True, kw_only=True):
-    """What a supervisor has to do.
+    """What a supervisor has to do."""
 
-    Attributes:
-        place: its place among the others.
-        worker: the script's command line.
-        servers: the names of the servers that it starts.
-        servers_in_all: how many servers the job has.
-        found: the way into the job; None for rank 0, which starts the coordinator.
-    """
-
-    place: Place
-    worker: tuple[str, ...]
-    servers: tuple[str, ...] = ()
-    servers_in_all: int = 1
-    found: FoundJob | None = None
+    place: Place  # its place among the others
+    worker: tuple[str, ...]  # the script's command line
+    servers: tuple[str, ...] = ()  # the names of the servers that it starts
+    servers_in_all: int = 1  # how many servers the job has
+    found: FoundJob | None = None  # the way into the job; None for rank 0, which starts the coordinator
 
 
 def place_of(env: Mapping[str, str]) -> Place | None:

@@ -29,22 +29,15 @@ from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 
 
 class BeginHost(msgspec.Struct, frozen=True, tag=True):
-    """The first message to a host.
+    """The first message to a host."""
 
-    Attributes:
-        folder: the run's folder, which is made if it is not there.
-        working: the working directory of the processes; the home folder if it is not there.
-        markers: files that the launcher has made. A host that sees one shares the folder that it is in.
-        python, package: the launcher's Python, and its folder of this package: in command lines both become the host's.
-        here: the word that becomes the host's address.
-    """
-
-    folder: str
-    working: str
-    markers: tuple[str, ...]
+    folder: str  # the run's folder, which is made if it is not there
+    working: str  # the working directory of the processes; the home folder if it is not there
+    markers: tuple[str, ...]  # files that the launcher has made. A host that sees one shares the folder that it is in.
+    # The launcher's Python, and its folder of this package: in command lines both become the host's
     python: str
     package: str
-    here: str
+    here: str  # the word that becomes the host's address
 
 
 class Unpack(msgspec.Struct, frozen=True, tag=True):
@@ -119,7 +112,6 @@ class FarEnd:
         self._write(GREETING.encode())
 
     def handle(self, message: ToHost) -> None:
-        """Do what the launcher says."""
         match message:
             case BeginHost():
                 self._begin = message

@@ -148,7 +148,6 @@ class LocalCluster(Cluster):
         return process
 
     def end(self) -> None:
-        """Kill every process that still runs, and wait until all have ended."""
         for process in self._started:
             process.signal(signal.SIGKILL)
         for process in self._started:
@@ -181,8 +180,7 @@ class MemoryKills:
 
 
 def counter_file(root: Path = _ROOT, own: Path = _SELF, system: Path = _SYSTEM) -> Path | None:
-    """Return the nearest file that counts kills for lack of memory: of our cgroup (version 2, then 1), or the machine.
-    """
+    """The nearest file that counts kills for lack of memory: of our cgroup (version 2, then 1), or of the machine."""
     try:
         groups = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -226,7 +224,6 @@ class LineRelay:
         self._size, self._open = 0, False
 
     def __len__(self) -> int:
-        """How many lines wait."""
         return len(self._first) + len(self._lines)
 
     def put(self, process: str, line: str, *, first: bool = False) -> None:

@@ -87,7 +87,6 @@ class Ranks:
             self._wait(running, deadline - time.monotonic())
 
     def _wait(self, running: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> None:
-        """Wait until one of them ends."""
         handles = [os.pidfd_open(one.pid) for one in running]
         try:
             wait(handles, timeout if timeout is None else max(0.0, timeout))
@@ -112,7 +111,6 @@ def grouped(argv: tuple[str, ...], ranks: int) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a group of ranks to its end."""
     hold_lifeline()
     count = int(arguments[0])
     share = GpuShare(count, os.environ.get(environment.COORDINATOR, ""), devices_of(os.environ))

@@ -51,22 +51,14 @@ _NOT_STARTED = 127  # the status that a shell gives for a program that is not th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """What a node has to know of the machine that started the run: paths that may be others here.
+    """What a node has to know of the machine that started the run: paths that may be others here."""
 
-    Attributes:
-        node: the Ray node of the driver.
-        python: its interpreter.
-        runner: its copy of `rallypoint.launch.runner`.
-        cwd: its current folder. Where a node has it too, processes run in it.
-        code: the folder of the code that the run has kept; "" if there is none.
-        marker: a file among the run's snapshots; "" if they are no folder. A node that has it shares that folder.
-    """
-
-    node: str
-    python: str
-    runner: str
-    cwd: str
-    code: str = ""
+    node: str  # the Ray node of the driver
+    python: str  # its interpreter
+    runner: str  # its copy of `rallypoint.launch.runner`
+    cwd: str  # its current folder. Where a node has it too, processes run in it.
+    code: str = ""  # the folder of the code that the run has kept; "" if there is none
+    # A file among the run's snapshots; "" if they are no folder. A node that has it shares that folder.
     marker: str = ""
 
 
@@ -288,8 +280,7 @@ class RayProcess:
         return self._exit
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and to its children. One that waits for room is given up, if that would end it.
-        """
+        """Send a signal to the process and its children. One that waits for room is given up, if that would end it."""
         if self._exit is not None:
             return
         actor = self.actor

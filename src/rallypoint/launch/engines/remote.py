@@ -28,21 +28,8 @@ from typing import IO, BinaryIO, Self
 import msgspec
 
 from rallypoint.errors import Explained, UsageError
+from rallypoint.launch.engines import far_end
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit
-from rallypoint.launch.engines.far_end import (
-    GREETING,
-    PACKAGE,
-    BeginHost,
-    FromHost,
-    ProcessEnded,
-    ProcessLine,
-    Ready,
-    RunProcess,
-    Signal,
-    ToHost,
-    Unpack,
-    Unpacked,
-)
 from rallypoint.launch.engines.local import passed_on
 from rallypoint.launch.kept_code import CODE
 from rallypoint.launch.plan import AUTO, HERE, Host, Launch, coordinators_host, is_loopback, place
@@ -55,19 +42,13 @@ _END_S = 5.0  # seconds in which a host may end its processes and say so
 
 @dataclass(frozen=True, slots=True)
 class RemoteShell:
-    """The program that leads to a host, starts the far end there, and carries what both say.
+    """The program that leads to a host, starts the far end there, and carries what both say."""
 
-    Attributes:
-        name: of the program, for sentences.
-        command: returns its command line for a host.
-        failed: the exit status by which it says that it has failed itself, and not the far end; None if it has none.
-        hint: what to do if there is no Rallypoint on a host.
-    """
-
-    name: str
-    command: Callable[[Host], list[str]]
+    name: str  # of the program, for sentences
+    command: Callable[[Host], list[str]]  # returns its command line for a host
+    # The exit status by which it says that it has failed itself, and not the far end; None if it has none
     failed: int | None
-    hint: str
+    hint: str  # what to do if there is no Rallypoint on a host
 
 
 class RemoteProcess:
@@ -85,7 +66,7 @@ class RemoteProcess:
     def signal(self, number: int) -> None:
         """Send a signal to the process and to its children."""
         if self.how is None:
-            self.link.send(Signal(self.number, number))
+            self.link.send(far_end.Signal(self.number, number))
 
 
 class HostLink:
@@ -101,7 +82,8 @@ class HostLink:
     """
 
     def __init__(
-        self, host: Host, shell: RemoteShell, begin: BeginHost, judge: Callable[[Host, Ready], str | Unpack | None]
+        self, host: Host, shell: RemoteShell, begin: far_end.BeginHost,
+        judge: Callable[[Host, far_end.Ready], str | far_end.Unpack | None],
     ) -> None:  # fmt: skip
         """`judge` returns why a host that is ready cannot be used, or what it has to unpack, or None."""
         self.host, self._begin, self._judge = host, begin, judge
@@ -110,7 +92,7 @@ class HostLink:
         self._client: subprocess.Popen[bytes] | None = None
         self._outgoing = queue.SimpleQueue[bytes]()
         self._threads: list[threading.Thread] = []
-        self._waiting: list[ToHost] = []  # for the link to be up
+        self._waiting: list[far_end.ToHost] = []  # for the link to be up
         self._processes: dict[int, RemoteProcess] = {}
         self._settled = threading.Event()  # up, or failed
         self._errors: list[str] = []
@@ -157,9 +139,9 @@ class HostLink:
         with self._lock:  # so that the link cannot be lost in between
             self.connect()
             self._processes[process.number] = process
-            self.send(RunProcess(process.number, process.command))
+            self.send(far_end.RunProcess(process.number, process.command))
 
-    def send(self, message: ToHost) -> None:
+    def send(self, message: far_end.ToHost) -> None:
         """Send a message, now or as soon as the link is up. Without a link it is dropped."""
         with self._lock:
             if self.up:
@@ -190,7 +172,7 @@ class HostLink:
 
     # ---- the threads ----
 
-    def _write(self, message: ToHost) -> None:
+    def _write(self, message: far_end.ToHost) -> None:
         """Write to the host, on the writer's thread: a host that hangs reads nothing. The lock is held."""
         self._outgoing.put(msgspec.json.encode(message) + b"\n")
 
@@ -201,14 +183,14 @@ class HostLink:
                     self._errors = [*self._errors[-9:], text]
 
     def _read(self, client: subprocess.Popen[bytes], stream: BinaryIO, errors: threading.Thread) -> None:
-        decoder = msgspec.json.Decoder[FromHost](FromHost)
+        decoder = msgspec.json.Decoder[far_end.FromHost](far_end.FromHost)
         greeted = False
         try:
             with stream:
                 for line in stream:
                     if greeted:
                         self._handle(decoder.decode(line))
-                    greeted = greeted or line.rstrip().endswith(GREETING.encode())
+                    greeted = greeted or line.rstrip().endswith(far_end.GREETING.encode())
         except msgspec.DecodeError as error:
             self.problem = f"it sends what is no message: {error}"
         except OSError as error:  # the code that it is to get cannot be read
@@ -220,9 +202,9 @@ class HostLink:
         errors.join(_END_S)
         self._lost(client.wait(), greeted)
 
-    def _handle(self, message: FromHost) -> None:
+    def _handle(self, message: far_end.FromHost) -> None:
         match message:
-            case Ready():
+            case far_end.Ready():
                 self.address = message.address
                 match self._judge(self.host, message):
                     case None:
@@ -232,15 +214,15 @@ class HostLink:
                     case unpack:
                         with self._lock:
                             self._write(unpack)
-            case Unpacked(problem=problem):
+            case far_end.Unpacked(problem=problem):
                 if problem:
                     self._refuse(problem)
                 else:
                     self._is_up()
-            case ProcessLine(process=number, text=text):
+            case far_end.ProcessLine(process=number, text=text):
                 if (process := self._processes.get(number)) is not None:
                     process.output(text)
-            case ProcessEnded():
+            case far_end.ProcessEnded():
                 if (process := self._processes.pop(message.process, None)) is not None:
                     process.how = message.how
 
@@ -277,8 +259,7 @@ class HostLink:
 
 
 def _write_all(stream: IO[bytes], outgoing: queue.SimpleQueue[bytes]) -> None:
-    """Write what comes, until b"". What cannot be written is dropped: the connection is broken, as its reader notices.
-    """
+    """Write what comes, until b"". What cannot be written is dropped: its reader notices that the link is broken."""
     with contextlib.suppress(OSError), stream:
         while data := outgoing.get():
             stream.write(data)
@@ -307,18 +288,17 @@ class RemoteCluster(Cluster):
     """Starts processes on these hosts; a context manager that leaves none behind."""
 
     def __init__(self, plan: Launch, hosts: Sequence[Host], shell: RemoteShell, say: Callable[[str], None]) -> None:
-        """`say` gets a sentence about each host that is left out. Raises UsageError when the folders cannot be written.
-        """
+        """`say` gets a sentence about each host that is left out. UsageError when the folders cannot be written."""
         self._hosts = tuple(host if host.python else replace(host, python=sys.executable) for host in hosts)
         if not self._hosts:
             raise UsageError("which machines? give --hosts a file with one host a line, or a list as a,b,c")
         self._say, self._bind = say, plan.bind
         self._sharing = FolderSharing(plan, self._hosts)
-        folder, package = str(Path(plan.folder).resolve()), str(PACKAGE)
+        folder, python, package = str(Path(plan.folder).resolve()), sys.executable, str(far_end.PACKAGE)
         self._links = {
             host: HostLink(
                 host, shell,
-                BeginHost(folder, host.folder or os.getcwd(), self._sharing.markers, sys.executable, package, HERE),
+                far_end.BeginHost(folder, host.folder or os.getcwd(), self._sharing.markers, python, package, HERE),
                 self._sharing.judge,
             )
             for host in self._hosts
@@ -363,7 +343,6 @@ class RemoteCluster(Cluster):
         return process
 
     def end(self) -> None:
-        """Kill every process that still runs, and wait until all have ended."""
         self._ended = True
         for link in self._links.values():
             link.close()
@@ -421,11 +400,10 @@ class FolderSharing:
             raise UsageError(f"{error.filename} cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
-        """Remove the files."""
         for marker in self.markers:
             Path(marker).unlink(missing_ok=True)
 
-    def judge(self, host: Host, ready: Ready) -> str | Unpack | None:
+    def judge(self, host: Host, ready: far_end.Ready) -> str | far_end.Unpack | None:
         """Return why a host cannot be used, or what it has to unpack, or None."""
         if ready.problem:
             return ready.problem
@@ -442,7 +420,7 @@ class FolderSharing:
             return f"it does not see {self._folder}, where the certificates of --tls auto are: give --tls FOLDER"
         if not self._script:
             return None
-        return Unpack(archived(self._folder))
+        return far_end.Unpack(archived(self._folder))
 
 
 def archived(folder: Path) -> bytes:

@@ -115,28 +115,19 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a job script asks Slurm for.
+    """What a job script asks Slurm for."""
 
-    Attributes:
-        name: the job's name.
-        servers, aggregators, workers: how many processes; of 2:8 workers, 8.
-        together: one component, with servers on the workers' nodes (each worker's task has cores for its share of
-            them); else a heterogeneous job of two.
-        worker_cpus: cores of each worker.
-        gpus: of each worker.
-        time: the job's limit, as Slurm writes it (``4:00:00``); "": the partition's.
-        lines: more options for ``#SBATCH``, for each component.
-    """
-
-    name: str
-    workers: int
+    name: str  # the job's name
+    workers: int  # how many processes, as `servers` and `aggregators`; of 2:8 workers, 8
     servers: int
     aggregators: int = 0
+    # One component, with servers on the workers' nodes (each worker's task has cores for its share of them); else a
+    # heterogeneous job of two
     together: bool = False
-    worker_cpus: int = 1
-    gpus: int = 0
-    time: str = ""
-    lines: Sequence[str] = ()
+    worker_cpus: int = 1  # cores of each worker
+    gpus: int = 0  # of each worker
+    time: str = ""  # the job's limit, as Slurm writes it (``4:00:00``); "": the partition's
+    lines: Sequence[str] = ()  # more options for ``#SBATCH``, for each component
 
     def __post_init__(self) -> None:
         if self.time and not _TIME.fullmatch(self.time):
@@ -174,7 +165,6 @@ def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> s
     if batch.together:
         share = -(-(batch.servers + batch.aggregators) * _SERVER_CPUS // batch.workers)
         text += _sbatch(_resources(batch.workers, batch.worker_cpus + share, batch.gpus))
-        text += _sbatch(each)
     else:
         servers = batch.servers + batch.aggregators
         text += [f"{comment}The first component: coordinator and servers. They need no GPU."]
@@ -182,7 +172,7 @@ def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> s
         text += _sbatch(each)
         text += ["#SBATCH hetjob", f"{comment}The second component: workers."]
         text += _sbatch(_resources(batch.workers, batch.worker_cpus, batch.gpus))
-        text += _sbatch(each)
+    text += _sbatch(each)
     text += [
         "",
         f"{comment}Here: lines of shell before the job, as module load cuda.",

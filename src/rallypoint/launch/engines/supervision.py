@@ -80,8 +80,7 @@ def again(arguments: tuple[str, ...], address: str) -> tuple[str, ...]:
 
 
 def own_address(place: Place) -> str:
-    """Return the address of this machine that the others can connect to: that of its way to torchrun's store, or out.
-    """
+    """Return this machine's address that the others can connect to: that of its way to torchrun's store, or out."""
     try:
         host = advertised(f"{EVERYWHERE}:0", towards=place.master or _SOMEWHERE).rpartition(":")[0]
     except LinkError:
@@ -288,12 +287,9 @@ class RankSupervisor:
         return self._command(name, command.role, command.argv)
 
     def _over(self) -> int | None:
-        """Return the exit status if there is nothing left to do.
-
-        A worker that has ended well leaves servers and the coordinator to others until they end by themselves. After an
-        error they get a moment, in which the coordinator tells the others. A worker that was started again and found
-        no job any more has not failed.
-        """
+        """Return the exit status if there is nothing left to do. A worker that has ended well leaves servers and the
+        coordinator to others until they end by themselves. After an error they get a moment, in which the coordinator
+        tells the others. A worker that was started again and found no job any more has not failed."""
         alone = not (self._children or self._start_at)
         if self._status is None:
             workers = [name for name, child in self._children.items() if child.process.command.role == "worker"]
@@ -346,7 +342,6 @@ class RankSupervisor:
 
 
 def main(arguments: list[str]) -> int:
-    """Supervise one rank. Returns the exit status."""
     duties, output, status = msgspec.json.decode(arguments[0], type=RankDuties), Unhurried(sys.stdout), 1
     try:
         with LocalCluster() as cluster:

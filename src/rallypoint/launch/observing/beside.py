@@ -218,7 +218,6 @@ class Observers:
         return False
 
     def ended(self, name: str, how: Exit) -> None:
-        """A process has ended."""
         self._targets.gone(name)
         self._reports.ended(name, how)
 

@@ -63,15 +63,12 @@ class MetricsPage:
 
     Who asks shows `token` as a bearer token. If it is "", only this machine can ask, and no page in a browser, which
     would ask under a name.
-
-    Attributes:
-        read: the readings; none before the process knows its role.
     """
 
     def __init__(self, address: str, token: str = "") -> None:
         self._token = token
         self._private = TcpTransport().private(address)
-        self.read: Read = lambda: ()
+        self.read: Read = lambda: ()  # the readings; none before the process knows its role
 
     def answer(self, header: Callable[[str], str]) -> HttpAnswer:
         """Answer one request. `header` returns a header of it, or "": they decide whether, and in which text format."""
@@ -191,7 +188,6 @@ class Targets:
         return True
 
     def gone(self, name: str) -> None:
-        """That process has ended."""
         if self._known.pop(name, None) is not None:
             self._write()
 
@@ -226,19 +222,12 @@ _NOT_JOINED = "it has not joined its job yet"
 
 @dataclass(slots=True)
 class Health:
-    """What a process says of itself. Each function returns "", or a sentence that says what is wrong.
+    """What a process says of itself. Each function returns "", or a sentence that says what is wrong."""
 
-    Attributes:
-        stuck: why it does not get on. It should be started again then.
-        unready: why it takes no part in its job.
-        address: where it answers, ``host:port``; "" if nobody can ask it.
-        metrics: its figures for Prometheus.
-    """
-
-    stuck: Callable[[], str] = lambda: ""
-    unready: Callable[[], str] = lambda: _NOT_JOINED
-    address: str = ""
-    metrics: MetricsPage = field(default_factory=lambda: MetricsPage("127.0.0.1:0"))
+    stuck: Callable[[], str] = lambda: ""  # why it does not get on. It should be started again then.
+    unready: Callable[[], str] = lambda: _NOT_JOINED  # why it takes no part in its job
+    address: str = ""  # where it answers, ``host:port``; "" if nobody can ask it
+    metrics: MetricsPage = field(default_factory=lambda: MetricsPage("127.0.0.1:0"))  # its figures for Prometheus
 
     def joined(self, unready: Callable[[], str] = lambda: "", stuck: Callable[[], str] = lambda: "") -> None:
         """From now on it takes part in its job, but for what these functions say."""
@@ -337,10 +326,8 @@ class _HealthServer(ThreadingMixIn, HTTPServer):
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Take the connection, and cut off the oldest if there are too many.
-
-        Who holds connections and asks nothing must not keep probes out: Kubernetes would end a process that is well.
-        """
+        """Take the connection, and cut off the oldest if there are too many. Who holds connections and asks nothing
+        must not keep probes out: Kubernetes would end a process that is well."""
         with self._lock:
             if len(self._ending) >= _MOST_ENDING:
                 return False

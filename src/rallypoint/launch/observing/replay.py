@@ -36,20 +36,14 @@ _UNKNOWN = bytes(DIGEST_BYTES)
 
 
 class ComparedDigests(msgspec.Struct, frozen=True):
-    """A replica's contribution: what its shards have, then and now.
+    """A replica's contribution: what its shards have, then and now."""
 
-    Attributes:
-        worker: who computed it then; "" if the run has recorded nothing of it.
-        digests: those of the replay, in hexadecimal, by shard.
-        equal, unknown: how many shards have the recorded digest, and of how many none is recorded.
-        differ: the shards that have another one, each with its tensors.
-    """
-
-    worker: str
-    digests: dict[int, str]
+    worker: str  # who computed it then; "" if the run has recorded nothing of it
+    digests: dict[int, str]  # those of the replay, in hexadecimal, by shard
+    # `equal`, `unknown`: how many shards have the recorded digest, and of how many none is recorded
     equal: int
     unknown: int
-    differ: dict[int, tuple[str, ...]]
+    differ: dict[int, tuple[str, ...]]  # the shards that have another one, each with its tensors
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -63,7 +57,6 @@ class Version(msgspec.Struct, frozen=True):
 def compared_contribution(
     layout: Layout, then: KeptFingerprints, now: KeptFingerprints, step: int, replica: int
 ) -> ComparedDigests:
-    """Compare one contribution."""
     shards, names = dense_shards(layout), pieces_of(layout)
     recorded, found = then.contributions(step).get(replica), now.contributions(step).get(replica)
     ours = cut(found.digests, len(shards)) if found is not None else [_UNKNOWN] * len(shards)
@@ -76,7 +69,6 @@ def compared_contribution(
 
 
 def compared_version(layout: Layout, then: KeptFingerprints, now: KeptFingerprints, number: int) -> Version:
-    """Compare one version."""
     equal, differ = 0, dict[str, None]()
     theirs, ours = then.version(number), now.version(number)
     for shard, pieces in enumerate(pieces_of(layout)):
@@ -108,21 +100,13 @@ def cut(digests: bytes, count: int) -> list[bytes]:
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """What two runs have in common.
+    """What two runs have in common."""
 
-    Attributes:
-        versions: how many versions both have recorded.
-        equal: the last version up to which all are equal; -1: none.
-        version: the first that differs; -1: none does.
-        parameters: the tensors that differ in it.
-        contribution: the first replica's contribution that differs at or before its step, as a phrase; "": none does.
-    """
-
-    versions: int
-    equal: int
-    version: int
-    parameters: tuple[str, ...]
-    contribution: str
+    versions: int  # how many versions both have recorded
+    equal: int  # the last version up to which all are equal; -1: none
+    version: int  # the first that differs; -1: none does
+    parameters: tuple[str, ...]  # the tensors that differ in it
+    contribution: str  # the first replica's contribution that differs at or before its step, as a phrase; "": none does
 
 
 def diff(one: Path, other: Path, step: int = -1) -> Difference:
@@ -186,24 +170,17 @@ _SAMPLES, _TENSORS = 64, 12  # that are shown
 
 
 class ReplayTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process that computes is asked for, as a file in a folder of its own.
+    """What the process that computes is asked for, as a file in a folder of its own."""
 
-    Attributes:
-        snapshots, snapshot: where to begin.
-        step: the step to look at.
-        settings: settings over those of the run, nested: none changes a byte.
-        reductions: the versions from which on the run has reduced its rates once more (`plateau`), ascending.
-        folder: where the replay keeps its log and its digests.
-        answer: the file for the `ReplayAnswer`.
-    """
-
+    # `snapshots`, `snapshot`: where to begin
     snapshots: str
     snapshot: str
-    step: int
-    settings: dict[str, Any] = {}
+    step: int  # the step to look at
+    settings: dict[str, Any] = {}  # settings over those of the run, nested: none changes a byte
+    # The versions from which on the run has reduced its rates once more (`plateau`), ascending
     reductions: tuple[int, ...] = ()
-    folder: str
-    answer: str
+    folder: str  # where the replay keeps its log and its digests
+    answer: str  # the file for the `ReplayAnswer`
 
 
 class NotFinite(msgspec.Struct, frozen=True):
@@ -242,31 +219,23 @@ class Replica(msgspec.Struct, frozen=True):
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """The result.
+    """The result."""
 
-    Attributes:
-        step, snapshot, computed: the step, where the replay began, and how many steps it computed before that one.
-        device: on which the script computed now.
-        loss, recorded_loss: of the step, now and then, as texts; "" if it is not known.
-        replicas: what was looked at.
-        version: the version after the step.
-        departs: where the replay first differs from the record, as a phrase; "": nowhere.
-        spike, usual: why this step, with --find-spike: its loss, and the median of those before.
-        losses: with --find-spike, those of all replicas.
-    """
-
+    # `step`, `snapshot`, `computed`: the step, where the replay began, and how many steps it computed before that one
     step: int
     snapshot: str
     computed: int
-    device: str
+    device: str  # on which the script computed now
+    # `loss`, `recorded_loss`: of the step, now and then, as texts; "" if it is not known
     loss: str
     recorded_loss: str
-    replicas: tuple[Replica, ...]
-    version: Version
-    departs: str = ""
+    replicas: tuple[Replica, ...]  # what was looked at
+    version: Version  # the version after the step
+    departs: str = ""  # where the replay first differs from the record, as a phrase; "": nowhere
+    # `spike`, `usual`: why this step, with --find-spike: its loss, and the median of those before
     spike: str = ""
     usual: str = ""
-    losses: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()  # with --find-spike, those of all replicas
 
 
 def replay(

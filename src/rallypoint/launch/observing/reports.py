@@ -44,28 +44,19 @@ LONG_S = 10.0  # a run whose log says nothing for so long is silent
 
 @dataclass(slots=True)
 class Picture:
-    """A run as its folder shows it.
+    """A run as its folder shows it."""
 
-    Attributes:
-        folder: its name, for commands.
-        running: somebody runs it now.
-        silent_s: seconds since its log was last written; None without a log.
-        run: what the end of the log says of it.
-        events: the log's last lines.
-        troubles: what could not be read.
-    """
-
-    folder: str
-    running: bool = False
-    silent_s: float | None = None
-    run: RunState = field(default_factory=RunState)
-    events: list[bytes] = field(default_factory=list)
+    folder: str  # its name, for commands
+    running: bool = False  # somebody runs it now
+    silent_s: float | None = None  # seconds since its log was last written; None without a log
+    run: RunState = field(default_factory=RunState)  # what the end of the log says of it
+    events: list[bytes] = field(default_factory=list)  # the log's last lines
     processes: list[ProcessStacks] = field(default_factory=list)
     plan: Launch | None = None
     state: ClusterState | None = None
     log: str = ""
     tokens: list[str] = field(default_factory=list)  # to be hidden
-    troubles: list[str] = field(default_factory=list)
+    troubles: list[str] = field(default_factory=list)  # what could not be read
 
 
 def picture_of(folder: Path, *, ask: bool) -> Picture:

@@ -52,22 +52,14 @@ class StackOwner(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ProcessStacks:
-    """A process of a run, and what it has written of its stacks.
-
-    Attributes:
-        here: it lives, on this machine.
-        state: "" or what is unusual: "stopped" (SIGSTOP), "waiting for a device".
-        crash: ``Fatal Python error: Segmentation fault``, or "".
-        stacks: as faulthandler writes them; "" if there are none.
-        why_none: why there are none.
-    """
+    """A process of a run, and what it has written of its stacks."""
 
     owner: StackOwner
-    here: bool
-    state: str
-    crash: str
-    stacks: str
-    why_none: str = ""
+    here: bool  # it lives, on this machine
+    state: str  # "" or what is unusual: "stopped" (SIGSTOP), "waiting for a device"
+    crash: str  # ``Fatal Python error: Segmentation fault``, or ""
+    stacks: str  # as faulthandler writes them; "" if there are none
+    why_none: str = ""  # why there are none
 
 
 _kept: list[Any] = []  # the file must stay open
@@ -145,10 +137,8 @@ def _size(path: Path) -> int:
 
 
 def _ask(path: Path, owner: StackOwner) -> str:
-    """Ask a process for its stacks. Returns why that cannot be; "" if it was asked.
-
-    Only a process that has this very file open is asked, and only if it handles the signal: it would end another one.
-    """
+    """Ask a process for its stacks. Returns why that cannot be; "" if it was asked. Only a process that has this very
+    file open is asked, and only if it handles the signal: it would end another one."""
     try:
         handle = os.pidfd_open(owner.pid)  # from here on the number cannot be another process's
     except OSError:

@@ -139,7 +139,6 @@ class RowPull:
 
     @property
     def missing(self) -> list[int]:
-        """The shards that have not answered yet."""
         return [shard for shard in self.wanted if shard not in self.got]
 
     @property
@@ -155,7 +154,6 @@ class RowPull:
                 yield shard
 
     def ask(self, shard: int, view: ViewNumber, home: str, connection: int) -> None:
-        """Record that the shard's primary is asked."""
         self._asked[shard] = (view, home, connection)
 
     def answered(self, shard: int, number: int, data: bytearray, *, outdated: bool) -> bool:
@@ -190,14 +188,10 @@ def unanswered(locked: LockedShell) -> str:
 
 
 class RowPulls:
-    """One pull at a time. `_pull` is the pull in progress; the shell's lock guards it.
-
-    Attributes:
-        in_micro: the script is inside of ``with micro:``, which swallows Rewound. Main thread only.
-    """
+    """One pull at a time. `_pull` is the pull in progress; the shell's lock guards it."""
 
     def __init__(self, locked: LockedShell, links: Links) -> None:
-        self.in_micro = False
+        self.in_micro = False  # the script is inside of ``with micro:``, which swallows Rewound. Main thread only.
         self._locked, self._links = locked, links
         self._pull: RowPull | None = None
         self._pulls = 0
@@ -406,14 +400,10 @@ class PulledParameter:
 
 
 class WordPulls:
-    """Asks for parameters and receives them. The shell's lock guards `_open`; of each parameter, `missing` and `asked`.
-
-    Attributes:
-        nbytes: of parameters that have come.
-    """
+    """Asks for parameters and receives them. The shell's lock guards `_open`, and each one's `missing` and `asked`."""
 
     def __init__(self, locked: LockedShell, links: Links, *, pinned: bool = False) -> None:
-        self.nbytes = 0
+        self.nbytes = 0  # of parameters that have come
         self._locked, self._links, self._pinned = locked, links, pinned
         self._open: dict[int, PulledParameter] = {}  # by the number of each missing range
         self._numbers = itertools.count()
@@ -632,10 +622,8 @@ class Arrivals(Receiver):
         self._locked.fail(JobAborted(f"the link to server {server.id} has failed: {fault!r}"))
 
     def _check_version(self, header: Header) -> int:
-        """The replica that the version is for; 0: for all.
-
-        ProtocolError for a version that the job cannot have: the worker would wait for the other shards' for ever.
-        """
+        """The replica that the version is for; 0: for all. ProtocolError for a version that the job cannot have: the
+        worker would wait for the other shards' for ever."""
         replica = header.wants - 2 if header.wants else 0
         if header.step > self._most_updates or header.base > self._rounds or replica >= self._replicas:
             raise ProtocolError(

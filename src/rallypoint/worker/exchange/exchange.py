@@ -175,7 +175,6 @@ class OwnLoop:
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """In the body the script is `busy`."""
         self.busy = True
         try:
             yield
@@ -184,7 +183,6 @@ class OwnLoop:
 
     @property
     def finished(self) -> bool:
-        """True when the job is over."""
         return self.locked.shell.finished
 
     def where(self, shards: Iterable[int]) -> str:
@@ -208,7 +206,6 @@ class JobEnd:
 
     @property
     def generation(self) -> ViewNumber:
-        """The generation in force."""
         return self._shell.view.generation
 
     @property

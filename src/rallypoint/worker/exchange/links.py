@@ -139,7 +139,6 @@ class ServerLink:
         )  # fmt: skip
 
     def start(self) -> None:
-        """Start to connect."""
         self._dialer.start()
 
     @property
@@ -308,7 +307,6 @@ class ServerLink:
         self._receiver.landed(header.shard)
 
     def _credit(self, channel: Channel, count: int) -> None:
-        """The server gives credit for `count` more contributions."""
         with self._lock:
             if count > self._window - self._credits:
                 out = self._window - self._credits
@@ -320,9 +318,7 @@ class ServerLink:
 
     def _feed(self) -> None:
         """Give the channel what may leave now: at most one contribution, so that others can still overtake the rest.
-
-        Requests need no credit, but keep their place among the contributions (none has a rank where there are any).
-        """
+        Requests need no credit, but keep their place among the contributions (none has a rank where there are any)."""
         while True:
             ready = []
             with self._lock:
@@ -375,7 +371,6 @@ class ExchangeContext:
 
     @property
     def me(self) -> str:
-        """This worker's name."""
         return self.credentials.me.id
 
 
@@ -450,7 +445,6 @@ class Links:
             self._links.pop(server).close()
 
     def close(self) -> None:
-        """End every link."""
         for link in self._links.values():
             link.close()
 

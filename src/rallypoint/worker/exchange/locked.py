@@ -351,8 +351,7 @@ SlotMemory = WholeVector | ShardMemory
 
 
 def memory_of(words: int, *, pinned: bool = False) -> torch.Tensor:
-    """Uninitialised fp32 memory, 1-D. Much of it is mapped by itself, so that the system has it back when it is freed.
-    """
+    """Uninitialised fp32 memory, 1-D. Much of it is mapped by itself, so that the system gets it back at once."""
     if pinned or 4 * words < _MAPPED_BYTES:
         return torch.empty(words, dtype=torch.float32, device="cpu", pin_memory=pinned)
     private = mmap.mmap(-1, 4 * words, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -377,12 +377,9 @@ class Pushes:
         self._push_slot(send, header._replace(flags=flags, wants=sum(1 << bit for bit in named)))
 
     def _push_slot(self, send: slots.Send, header: Header) -> None:
-        """Queue the slot's own bytes, unless the slot has been reused.
-
-        After the machine decided to send, the link may have ended and reconnected. That freed the slot, so the main
-        thread may be writing to it. The check is safe under the lock: the thread that reports a link's end needs it
-        too.
-        """
+        """Queue the slot's own bytes, unless the slot has been reused. After the machine decided to send, the link may
+        have ended and reconnected. That freed the slot, so the main thread may be writing to it. The check is safe
+        under the lock: the thread that reports a link's end needs it too."""
         with self._lock:
             link = self._links.get(send.server)
             if link is not None and self._queued(send.shard, send.serial):
@@ -390,12 +387,10 @@ class Pushes:
                 link.push(header, self.slot(send.shard), sent=sent, rank=self._rank(send))
 
     def _rank(self, send: slots.Send) -> Rank:
-        """A lower replica goes first: while it is missing, servers keep credit of the others back.
-
-        Then as the forward pass needs them, from the end of the backward pass on. Until then in an order that is
-        scattered over all layers, and the same on every worker. With the newest first, workers that are a little apart
-        send different ones, and few sums are whole; with the oldest first, those of the middle layers come too late.
-        """
+        """A lower replica goes first: while it is missing, servers keep credit of the others back. Then as the forward
+        pass needs them, from the end of the backward pass on. Until then in an order that is scattered over all layers,
+        and the same on every worker. With the newest first, workers that are a little apart send different ones, and
+        few sums are whole; with the oldest first, those of the middle layers come too late."""
         if not self.ranks:
             return ()
         rank = self.ranks[send.shard]
@@ -473,7 +468,6 @@ class CodecStates:
         self._given: dict[Key, CodecState] = {}  # taken out of the encoder, not yet confirmed by a server
 
     def run(self, effect: slots.CodecEffect) -> None:
-        """Run one effect."""
         match effect:
             case slots.ResetCodecs():
                 self._encoder.reset()
@@ -580,9 +574,6 @@ class ReplicaPushes:
 
     Calls for each replica: `begin`; for each shard `claim`, then `filled`; at last `computed`. Or, at any point,
     `abandoned`.
-
-    Attributes:
-        contributions: records digests of what the replica contributes.
     """
 
     def __init__(
@@ -590,7 +581,7 @@ class ReplicaPushes:
     ) -> None:
         self._buffers = [shard for shard in layout.shards if shard.role == "buffers"]
         self._locked, self._pushes, self._links = locked, pushes, links
-        self.contributions = contributions
+        self.contributions = contributions  # records digests of what the replica contributes
         self._presum, self._replica = locked.machine.presum, -1
         self._began: tuple[int, ViewNumber] | None = None
         # Waits until this slot may be written; False if it need not be. Raises Rewound like `Exchange.check`.
@@ -659,17 +650,13 @@ class ReplicaPushes:
 
 
 class ForwardVersion:
-    """Waits for shards of the version that is being installed, and gives them to the main thread. Main thread only.
-
-    Attributes:
-        waited: seconds that the forward pass in progress has waited for shards.
-    """
+    """Waits for shards of the version that is being installed, and gives them to the main thread. Main thread only."""
 
     def __init__(
         self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links, describe: Callable[[], str]
     ) -> None:
         """`describe` says what the main thread waits for, as a phrase."""
-        self.waited = 0.0
+        self.waited = 0.0  # seconds that the forward pass in progress has waited for shards
         self._task = slots.Compute(-1, -1)  # the replica in progress
         self._locked, self._pushes, self._links, self._describe = locked, pushes, links, describe
         machine = locked.machine

@@ -36,20 +36,7 @@ from rallypoint.worker.tensors import ModelTensors, check_apart, plain_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of one run on this worker.
-
-    Attributes:
-        optimizer: the optimizer that steps on this worker; None where the servers step.
-        streamed: the model's parameters, where they stay on the servers; else None.
-        followers: the other ranks of this worker, if it is a group.
-        leases: evaluations are leased, to this worker or another. Else the lead makes them.
-        decides_not: the sentence that refuses `run.stop_when`; "" if the job's mode supports it.
-        done: tells the coordinator that this worker holds the last version, in which generation, and which that is.
-        leads: true on the worker that evaluates (now) and saves (when the job is over).
-        say: shows a line to the user.
-        reports: tells the coordinator of evaluations.
-        stopping: tells the coordinator that the script stops the job.
-    """
+    """The parts of one run on this worker."""
 
     model: torch.nn.Module
     tensors: ModelTensors
@@ -60,16 +47,17 @@ class Parts:
     staging: Staging
     coordinator: CoordinatorLink
     tracer: Tracer
+    # Tells the coordinator that this worker holds the last version, in which generation, and which that is
     done: Callable[[ViewNumber, int], None]
-    leads: Callable[[], bool]
-    say: Callable[[str], None]
-    reports: EvaluationReports
-    stopping: Stopping
-    optimizer: WorkerOptimizer | None = None
-    streamed: StreamedParameters | None = None
-    followers: RankFollowers = field(default_factory=RankFollowers)
-    leases: bool = False
-    decides_not: str = ""
+    leads: Callable[[], bool]  # true on the worker that evaluates (now) and saves (when the job is over)
+    say: Callable[[str], None]  # shows a line to the user
+    reports: EvaluationReports  # tells the coordinator of evaluations
+    stopping: Stopping  # tells the coordinator that the script stops the job
+    optimizer: WorkerOptimizer | None = None  # the optimizer that steps on this worker; None where the servers step
+    streamed: StreamedParameters | None = None  # the model's parameters, where they stay on the servers; else None
+    followers: RankFollowers = field(default_factory=RankFollowers)  # the other ranks of this worker, if it is a group
+    leases: bool = False  # evaluations are leased, to this worker or another. Else the lead makes them.
+    decides_not: str = ""  # the sentence that refuses `run.stop_when`; "" if the job's mode supports it
 
     def forget_gradients(self) -> None:
         """Drop the gradients that the script's own passes have left."""
@@ -78,7 +66,6 @@ class Parts:
 
     @property
     def alone(self) -> bool:
-        """True if this worker is one process."""
         return not isinstance(self.followers, OtherRanks)
 
 
@@ -185,7 +172,7 @@ class ModelGuard(BufferGuard):
         self._versions: list[int] = []  # torch's counters, as they must be when the script's code ends
         self._place = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         self._unread: list[tuple[int, Comparison]] = []  # (step, a comparison that a GPU has not finished)
-        self._hooks += [on_parameter_registered(self._on_parameter), before_any_step(self._on_optimizer_step)]
+        self._hooks += [on_parameter_registered(self._on_registered), before_any_step(self._on_optimizer_step)]
 
     def remove(self) -> None:
         """Results that were not read are dropped."""
@@ -298,14 +285,9 @@ class ModelGuard(BufferGuard):
     def _on_registered(self, *_: Any) -> None:
         self._registered = self._buffer_is_new = True
 
-    def _on_parameter(self, *_: Any) -> None:
-        self._registered = True
-
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An optimizer of this process is about to step.
-
-        In an embedded job it may be a server's, on the server's thread.
-        """
+        """An optimizer of this process is about to step. In an embedded job it may be a server's, on the server's
+        thread."""
         if not self._script_runs:
             return
         for group in optimizer.param_groups:

@@ -213,13 +213,10 @@ class EarlyForward:
 
     Calls: `start` for each replica; then, if it returned True, `begin` before the script gets its first micro-batch,
     `enter` before each module, `finish` before the backward pass. Or, at any point, `undo`.
-
-    Attributes:
-        inside: the script is inside of ``with micro:``, so a stale forward pass can be unwound.
     """
 
     def __init__(self, parts: Parts, guard: BufferGuard, versions: BufferVersions) -> None:
-        self.inside = False
+        self.inside = False  # the script is inside of ``with micro:``, so a stale forward pass can be unwound
         self._parts, self._guard, self._versions = parts, guard, versions
         self._forward, self._tensors = parts.exchange.forward, parts.tensors
         self._kind = late_kind(self._settle)
@@ -356,7 +353,6 @@ class EarlyForward:
 
     @torch.no_grad()
     def _swap(self, shards: Sequence[int]) -> None:
-        """Swap slots and parameters."""
         buffer = self._parts.exchange.buffer
         # Inside of a transform of torch.func, nobody may write to a tensor that is not the transform's own
         with torch._C.DisableTorchFunctionSubclass(), temporarily_clear_interpreter_stack():
@@ -368,10 +364,8 @@ class EarlyForward:
 
 
 def _read_unseen(parts: Parts, *, first: bool) -> str:
-    """What in this model reads parameters without a torch function that gets them; "" if nothing is known to.
-
-    Unless it is the `first` look, what only graphs of earlier steps hold does not count: no forward pass reads that.
-    """
+    """What in this model reads parameters without a torch function that gets them; "" if nothing is known to. Unless it
+    is the `first` look, what only graphs of earlier steps hold does not count: no forward pass reads that."""
     for name, module in parts.model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             return f"module {name or type(module).__name__} is TorchScript, which reads its parameters unseen"
@@ -422,13 +416,9 @@ def _compiled() -> str:
 
 
 class Loop:
-    """What a micro-batch needs of the loop that yields it: `Passes`, or `RankRun` on a rank that does not lead.
+    """What a micro-batch needs of the loop that yields it: `Passes`, or `RankRun` on a rank that does not lead."""
 
-    Attributes:
-        logged: the figures that the script has logged of the replica.
-    """
-
-    logged: Logged
+    logged: Logged  # the figures that the script has logged of the replica
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
@@ -497,10 +487,8 @@ class Micro:
         return False
 
     def _end_unfinished(self) -> None:
-        """Raise an error: the body ended without `backward`.
-
-        If `backward` failed and the script caught that, name the reason.
-        """
+        """Raise an error: the body ended without `backward`. If `backward` failed and the script caught that, name the
+        reason."""
         try:
             if self._failure is not None:
                 raise self._failure

@@ -192,7 +192,6 @@ class Passes(Loop):
                 )
 
     def ends_round(self, step: int) -> bool:
-        """True if a round ends with this step."""
         return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
 
 
@@ -241,7 +240,6 @@ class Prefetch:
         return self._batches.on_device(batch)
 
     def close(self) -> None:
-        """End the loader processes."""
         if self._processes is not None:
             self._processes.close()
 
@@ -266,9 +264,6 @@ class Evaluator:
     A leased version that the model does not hold is pulled beside what this worker trains with. While the evaluation
     runs, the model holds that version; then it holds again what it held before, bit for bit. A lease that is given to
     another worker, or that a roll-back ends, ends such an evaluation before its next forward pass.
-
-    Attributes:
-        version: the version that the model holds for an evaluation; None while there is none.
     """
 
     def __init__(
@@ -278,7 +273,7 @@ class Evaluator:
         """`around(step)` is entered around evaluations; `restore_buffers()` drops what replicas made of the buffers."""
         self._parts, self._exchange, self._evaluations, self._around = parts, parts.exchange, evaluations, around
         self._restore_buffers = restore_buffers
-        self.version: int | None = None
+        self.version: int | None = None  # the version that the model holds for an evaluation; None while there is none
         self._stops: list[StopWhen] = []
         self._registered = self._named = False  # are the evaluations told; are their figures' names known?
         self._checks = ModuleHooks(parts.model, lambda module: parts.exchange.leased.check())

@@ -17,29 +17,12 @@ from torch.nn.parameter import is_lazy
 
 from rallypoint.config import JobConfig, record_of, resolve, with_own_optimizer, with_start_values
 from rallypoint.config.resolve import names_of
+from rallypoint.core import protocol
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import WORD_BYTES
 from rallypoint.core.modes import Feature
 from rallypoint.core.order import stream_reads
 from rallypoint.core.plan.candidates import advice_at_start
-from rallypoint.core.protocol import (
-    Aborted,
-    Assist,
-    Beat,
-    Capture,
-    Finished,
-    GiveUp,
-    Leaving,
-    Message,
-    NewView,
-    Propose,
-    Reached,
-    Refused,
-    Say,
-    ScriptAt,
-    StopWanted,
-    Welcome,
-)
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Store
 from rallypoint.data.identity import identity_of
@@ -86,7 +69,7 @@ def trained_bytes(model: torch.nn.Module) -> int:
     return 0 if any(is_lazy(p) for p in trained) else WORD_BYTES * sum(p.numel() for p in trained)
 
 
-def mode_said(record: JobRecord, view: View, welcome: Welcome, device: torch.device, ranks: int) -> str:
+def mode_said(record: JobRecord, view: View, welcome: protocol.Welcome, device: torch.device, ranks: int) -> str:
     """A sentence on the mode that suits these machines, as `rallypoint plan` says it. "" if there is no GPU (on
     processors the default is right), if the job has begun before, or if what it uses works in one mode only."""
     if device.type != "cuda" or view.number != view.generation or not record.anybody_steps:
@@ -139,10 +122,10 @@ class Job:
         self._first = b""  # the digest of its first weights
         self._finished = self._leaving = False
         self._lead = self._captured = ""
-        self._wanted: Capture | None = None  # the last snapshot that the coordinator asked for
+        self._wanted: protocol.Capture | None = None  # the last snapshot that the coordinator asked for
         self._failure: BaseException | None = None
         self._plane: Exchange | KeyExchange | None = None
-        self._script: ScriptAt | None = None  # what this worker has said of the end of its script, in a job of sums
+        self._script: protocol.ScriptAt | None = None  # what this worker has said of its script's end, in a job of sums
         self._exchange: Exchange | None = None
         self._keys: KeyStore | None = None
         self._staging: Staging | None = None
@@ -151,7 +134,8 @@ class Job:
             transport=self._transport, address=coordinator, me=Identity("worker", id, token, near=near),
             handlers=Handlers(
                 self._on_message, self._on_lost, self._on_admitted,
-                lambda: Beat() if self._plane is None else self._plane.beat(), lambda: self._tracer.seconds(LOAD),
+                lambda: protocol.Beat() if self._plane is None else self._plane.beat(),
+                lambda: self._tracer.seconds(LOAD),
             ),
         )  # fmt: skip
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
@@ -276,14 +260,14 @@ class Job:
         self._exchange = Exchange(
             record.layout, config, context, pinned=pinned, early=early, in_place=in_place, narrow=narrow
         )  # fmt: skip
-        self._exchange.reaching.to = lambda generation, version: self._link.send(Reached(version, generation))
+        self._exchange.reaching.to = lambda generation, version: self._link.send(protocol.Reached(version, generation))
         self._begin(self._exchange)
         return self._exchange
 
     def _propose(self, record: JobRecord) -> None:
         with self._changed:
             self._record = record
-        self._link.send(Propose(record, self._kernels, self._first))
+        self._link.send(protocol.Propose(record, self._kernels, self._first))
         with self._changed:
             wait_until(
                 self._changed, lambda: self._failure is not None or self._finished or self._view is not None,
@@ -350,7 +334,7 @@ class Job:
         if self._run is not None and self._run.own:  # nobody else can compute its replica
             say(StartAgain.LINE)
             status = status or StartAgain.STATUS
-        self._link.send(Leaving())
+        self._link.send(protocol.Leaving())
         if self._plane is not None:
             self._plane.leave()
         time.sleep(HAND_OVER_S)
@@ -399,7 +383,7 @@ class Job:
     def _give_up(self, reason: str) -> None:
         exchange = self._plane
         if exchange is None or self._view is None:
-            self._link.send(GiveUp(reason))
+            self._link.send(protocol.GiveUp(reason))
             return
         if self._run is not None and self._group is None:  # else no rank may send alone
             self._run.left_loop.fails()
@@ -408,7 +392,7 @@ class Job:
             own.end.wait_until_applied()
         else:
             generation = exchange.view.generation  # first: if a roll-back comes now, the claim is stale, not too high
-            self._link.send(GiveUp(reason, max(0, exchange.step), generation))
+            self._link.send(protocol.GiveUp(reason, max(0, exchange.step), generation))
 
     def close(self) -> None:
         """Leave the job: take the hooks off the model, end every link and thread."""
@@ -422,67 +406,65 @@ class Job:
             self._tracer.save(Path(self._link.welcome.folder))
 
     def _say(self, text: str) -> None:
-        self._link.send(Say(text))
+        self._link.send(protocol.Say(text))
 
-    def say_script(self, script: ScriptAt) -> None:
+    def say_script(self, script: protocol.ScriptAt) -> None:
         """Tell the coordinator how far the script is, in a job of sums; its end also the next coordinator."""
         with self._changed:
             self._script = script if script.ended else self._script
         self._link.send(script)
 
     def _report_wait(self, sentence: str) -> None:
-        self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
+        self._link.send(protocol.Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
 
     # ---- messages from the coordinator, on the link's thread ----
 
     def _on_admitted(self, new: bool) -> None:
-        """The coordinator has admitted this worker (again): repeat what the coordinator may not know.
-
-        Repeat it even when the coordinator seems to know this worker. A coordinator that died before anything was
-        agreed left nothing in its journal, so the next one counts incarnations from 1 again.
-        """
+        """The coordinator has admitted this worker (again): repeat what the coordinator may not know. Repeat it even
+        when the coordinator seems to know this worker. A coordinator that died before anything was agreed left nothing
+        in its journal, so the next one counts incarnations from 1 again."""
         with self._changed:
             record, script = self._record, self._script
         if record is not None:
-            self._link.send(Propose(record, self._kernels, self._first))
+            self._link.send(protocol.Propose(record, self._kernels, self._first))
         if script is not None:
             self._link.send(script)
         self._reports.repeat(new=new)
         self._stopping.repeat(self._view)
         if self._leaving:
-            self._link.send(Leaving())
+            self._link.send(protocol.Leaving())
         if self._exchange is not None:
             self._exchange.reaching.say(again=True)
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: protocol.Message) -> None:
         match message:
-            case NewView(view=view):
+            case protocol.NewView(view=view):
                 with self._changed:
                     self._view, exchange = view, self._plane
                     self._changed.notify_all()
                 if exchange is not None:
                     exchange.adopt(view)
                 self._stopping.adopted(view)
-            case Assist(step=step, replica=replica):
+            case protocol.Assist(step=step, replica=replica):
                 if self._plane is not None:
                     self._plane.assist(step, replica)
-            case Capture():
+            case protocol.Capture():
                 with self._changed:
                     self._wanted = message
                 self._capture()
-            case Finished(lead=lead):
+            case protocol.Finished(lead=lead):
                 with self._changed:
                     self._finished, self._lead = True, lead
                     self._changed.notify_all()
                 if self._plane is not None:
                     self._plane.finish()
-            case StopWanted(reason=reason):
+            case protocol.StopWanted(reason=reason):
                 self._stopping.wish(reason or "the operator")
-            case ScriptAt(rank=rank, sums=sums, worker=worker):
+            case protocol.ScriptAt(rank=rank, sums=sums, worker=worker):
                 self.script_ended(rank, sums, worker)
-            case Refused(reason=reason, final=True):
+            case protocol.Refused(reason=reason, final=True):
                 self._fail(JobAborted(f"{REFUSED}{reason}"))
-            case Aborted(reason=reason) | Refused(reason=reason):
+            case protocol.Aborted(reason=reason) | protocol.Refused(reason=reason):
                 self._fail(JobAborted(reason))
             case _:
                 raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")

@@ -29,18 +29,7 @@ from rallypoint.worker.keys import NOT_OF_RANKS, KeySettings, KeyShape, KeyStore
 from rallypoint.worker.loop.micro import Loop, Micro
 from rallypoint.worker.module_hooks import Activations
 from rallypoint.worker.precision import Autocast
-from rallypoint.worker.ranks.followers import (
-    COMPUTED,
-    COMPUTING,
-    EVALUATING,
-    GRADIENTS,
-    LEFT_LOOP,
-    VERSION,
-    Figures,
-    Logged,
-    OtherRanks,
-    first_result,
-)
+from rallypoint.worker.ranks import followers
 from rallypoint.worker.ranks.tensors import LeaderTensors, RankGradients, SpreadModel, in_order, layout_of
 from rallypoint.worker.tensors import Carry, TrainSettings
 
@@ -67,18 +56,17 @@ class RankRun(Loop):
         folder: Path,
     ) -> None:  # fmt: skip
         self._spread, self.config, self._batches, self._order, self.folder = spread, config, batches, order, folder
-        self._figures = Figures(spread.group, spread.part)
+        self._figures = followers.Figures(spread.group, spread.part)
         self._evaluations = Evaluations.unwatched(spread.model, seed=config.seed, steps=config.steps)
         self._autocast = Autocast(config, spread.device)
         self._activations = Activations(spread.model, config)
         self.step = -1
         self._started = self.ended = self.lead = self.worker_leads = False
         self._losses: list[torch.Tensor] = []
-        self.logged = Logged()
+        self.logged = followers.Logged()
         self._weight, self._computed = 1.0, 0  # of the step in progress: the weight, the micro-batches
 
     def say(self, text: str) -> None:
-        """Print a line."""
         say(text)
 
     def stop(self, reason: str = "") -> None:
@@ -124,16 +112,16 @@ class RankRun(Loop):
         self._spread.restore_buffers()
 
     def _install(self, version: int) -> None:
-        self._spread.group.at(VERSION.format(version=version))
+        self._spread.group.at(followers.VERSION.format(version=version))
         for _, tensor in self._order:
             self._spread.hand_out(tensor, None)
         self._spread.keep_buffers()
         self.step = self.config.steps_at(version)
 
     def _evaluate(self, order: RankOrder) -> None:
-        self._spread.group.at(EVALUATING.format(step=order.first))
+        self._spread.group.at(followers.EVALUATING.format(step=order.first))
         due = self._evaluations.chosen(order.second)
-        agree = partial(first_result, self._spread.group, self._figures)
+        agree = partial(followers.first_result, self._spread.group, self._figures)
         self._spread.restore_buffers()  # as the leader's: after the last version a replica may have changed them
         with self._autocast.on():
             self._evaluations.run(due, order.first, agree=agree)
@@ -142,8 +130,8 @@ class RankRun(Loop):
 
     def _replica(self, round: int, replica: int) -> Iterator[Micro]:
         group = self._spread.group
-        group.at(COMPUTING.format(step=round, replica=replica))
-        self._losses, self.logged = [], Logged()
+        group.at(followers.COMPUTING.format(step=round, replica=replica))
+        self._losses, self.logged = [], followers.Logged()
         self._spread.restore_buffers()
         for step in self.config.steps_of(round):
             self._computed = 0
@@ -152,10 +140,10 @@ class RankRun(Loop):
                 yield Micro(self, step=step, replica=replica, index=index, batch=batch)
                 if self._computed == index:
                     raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
-        group.at(COMPUTED)
+        group.at(followers.COMPUTED)
         self._figures.agree([float(loss) for loss in self._losses], self._weight, self.logged)
         self._figures.stop = None  # rank 0 knows of it
-        group.at(GRADIENTS)
+        group.at(followers.GRADIENTS)
         for entry, tensor in self._order:
             if entry.spec.group >= 0:
                 self._spread.collect_gradient(tensor, None)
@@ -236,7 +224,6 @@ class RankJob:
         """Does nothing: the leader is told, and tells this rank."""
 
     def close(self) -> None:
-        """End the process groups that `rallypoint.join` has made."""
         self._group.close()
 
     def __enter__(self) -> RankJob:
@@ -249,7 +236,7 @@ class RankJob:
                 self._group.last_words(called or sentence_of(error))
             return
         if self._run is not None and not self._run.ended:
-            raise UsageError(LEFT_LOOP.format(rank=self.rank))
+            raise UsageError(followers.LEFT_LOOP.format(rank=self.rank))
         self.close()
 
 
@@ -283,8 +270,8 @@ class Lead:
         told(group, config, folder)
         self._group, self._config = group, config
         self._spread = SpreadModel(group, model, parallel or Parallel())
-        self.part, self._figures = self._spread.part, Figures(group, self._spread.part)
-        self.followers = OtherRanks(group, self._figures)
+        self.part, self._figures = self._spread.part, followers.Figures(group, self._spread.part)
+        self.followers = followers.OtherRanks(group, self._figures)
 
     def tensors(self, dataset: MapDataset) -> LeaderTensors:
         """Compare the data sets of the ranks, and return the model's tensors."""
@@ -294,5 +281,4 @@ class Lead:
         return tensors
 
     def source(self, tensors: LeaderTensors, exchange: Exchange) -> RankGradients:
-        """Return the source of this worker's contributions."""
         return RankGradients(tensors, exchange, self._figures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import torch
@@ -31,7 +32,7 @@ from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.ranks.followers import GRADIENTS, Figures
 from rallypoint.worker.sources.hooks import DeltaSource
-from rallypoint.worker.tensors import ModelTensors, Placed, check_apart, check_kept, hash_of, refuse_unmatched
+from rallypoint.worker.tensors import ModelTensors, Placed, check_apart, check_kept, hash_of, part_of, refuse_unmatched
 
 # ---- A model that is spread over the ranks of one worker, on each of them ----
 
@@ -119,7 +120,6 @@ class SpreadModel:
         self.group.hand_out(tensor, None if here is None else local_of(here), whole)
 
     def forget_gradients(self) -> None:
-        """Drop the gradients of this rank's parameters."""
         for tensor in self._own(self.trained):
             tensor.grad = None
 
@@ -185,22 +185,16 @@ class LeaderTensors(ModelTensors):
 
     @torch.no_grad()
     def part(self, start: int, stop: int) -> torch.Tensor:
-        vector = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
-        for entry, tensor in self.spread:
-            first, last = max(start, entry.start), min(stop, entry.stop)
-            if first < last:
-                words = Placed(self._value(tensor), entry).words()
-                vector[first - start : last - start].copy_(words[first - entry.start : last - entry.start])
-        return vector
+        return part_of([(entry, partial(self._words, entry, tensor)) for entry, tensor in self.spread], start, stop)
 
-    def _value(self, tensor: Spread) -> torch.Tensor:
+    def _words(self, entry: Entry, tensor: Spread) -> torch.Tensor:
         if self._last[0] != tensor.name:
             place = [one.name for _, one in self.spread].index(tensor.name)
             self.at(f"collecting the values of {tensor.name}")
             self._spread.group.tell(RankOrder(OrderKind.VALUE, place))
             self._last = tensor.name, self._whole(tensor)
             self.at("")
-        return self._last[1]
+        return Placed(self._last[1], entry).words()
 
     def _whole(self, tensor: Spread) -> torch.Tensor:
         whole = torch.empty(tensor.shape, dtype=wire_dtype(tensor), device="cpu")

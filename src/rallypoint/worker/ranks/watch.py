@@ -37,7 +37,6 @@ class RankWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
         self._over.set()
         self._thread.join()
 

@@ -102,7 +102,7 @@ def send_buffers(tensors: ModelTensors, exchange: Exchange, replica: int) -> Non
     whole = torch.zeros(stop - start, dtype=torch.float32, device="cpu", pin_memory=gpu)
     for placed in tensors.buffers:
         if start <= placed.entry.start and placed.entry.stop <= stop:
-            placed.of_part(whole, start).copy_(placed.tensor, non_blocking=placed.tensor.device == tensors.device)
+            placed.of(whole, start).copy_(placed.tensor, non_blocking=placed.tensor.device == tensors.device)
     tensors.mark()()  # once: a model has dozens of them
     for place in wanted:
         exchange.memory.words(place.index).copy_(whole[place.start - start :][: place.words])
@@ -239,7 +239,6 @@ class DeviceStaging(Staging):
 
 
 def staging_for(device: torch.device, failed: Callable[[BaseException], None]) -> Staging:
-    """Return the staging for a model on `device`."""
     return DeviceStaging(CudaCopies(device), failed) if device.type == "cuda" else Staging()
 
 
@@ -322,7 +321,7 @@ class _Table:
     def _pull(self, ids: torch.Tensor) -> torch.Tensor:
         if not self._exchange.had_version:
             raise UsageError(f"{self._name} has no values before the first version: use it inside the run's loop")
-        places = {part.index: place for part, place in self._split(ids)}
+        places = {shard: place for shard, place in split_rows(ids, self._parts).items() if len(place)}
         wanted = {
             shard: (encode_ids(ids[place] // len(self._parts)), 4 * len(place) * self._columns)
             for shard, place in places.items()
@@ -332,25 +331,22 @@ class _Table:
             values[places[shard]] = torch.frombuffer(data, dtype=torch.float32).view(-1, self._columns)
         return values
 
-    def _split(self, ids: torch.Tensor) -> list[tuple[Shard, torch.Tensor]]:
-        """For each part that holds any of the rows `ids`: the part, and the positions of these rows in `ids`."""
-        owner = ids % len(self._parts)
-        split = [(part, torch.nonzero(owner == number).view(-1)) for number, part in enumerate(self._parts)]
-        return [(part, place) for part, place in split if len(place)]
-
     def push(self) -> None:
-        used = {part.index: place for part, place in self._split(self._sum.ids)}
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        for part in self._parts:
-            if self._exchange.replica.claim(part.index):
-                place = used.get(part.index, none)
+        for shard, place in split_rows(self._sum.ids, self._parts).items():
+            if self._exchange.replica.claim(shard):
                 ids = self._sum.ids[place] // len(self._parts)
-                self._exchange.replica.filled_rows(part.index, encode_gradient(ids, self._sum.values[place]))
+                self._exchange.replica.filled_rows(shard, encode_gradient(ids, self._sum.values[place]))
 
 
-def parts_of(layout: Layout, table: int) -> list[Shard]:
+def parts_of(layout: Layout, table: int) -> list[int]:
     """The shards that are the parts of a table, in the parts' order."""
-    return [shard for shard in layout.shards if shard.part is not None and shard.part.table == table]
+    return [shard.index for shard in layout.shards if shard.part is not None and shard.part.table == table]
+
+
+def split_rows(ids: torch.Tensor, parts: Sequence[int]) -> dict[int, torch.Tensor]:
+    """For each of a table's `parts` (see `parts_of`): the positions of its rows among these row numbers."""
+    owner = ids % len(parts)
+    return {shard: torch.nonzero(owner == number).view(-1) for number, shard in enumerate(parts)}
 
 
 # ---- Gradients during backward: a hook per parameter fills slots; each shard is sent when it is complete ----
@@ -458,8 +454,10 @@ class GradientHooks(DeltaSource):
 
     def _hook(self, index: int, placed: Placed) -> object:
         def hook(parameter: torch.Tensor) -> None:
-            if not self._in_backward or (parameter.grad is None and _got_nothing(parameter)):
+            if not self._in_backward:
                 return
+            if parameter.grad is None and len(parameter._post_accumulate_grad_hooks or ()) == 1:
+                return  # nobody took it (the hook is ours): an operation gave it none, and torch calls hooks anyway
             if self._last:
                 gradient = self._taken(index, placed, parameter)
                 self._done.add(index)
@@ -514,7 +512,7 @@ class GradientHooks(DeltaSource):
         targets = list(map(self._target, shards))
         if len(targets) == 1 or len({target and id(target[0]) for target in targets}) == 1:  # in one vector, or nowhere
             if (target := targets[0]) is not None:
-                yield placed.of_part(*target), None
+                yield placed.of(*target), None
             return
         for shard, target in zip(shards, targets, strict=True):
             if target is not None:
@@ -580,11 +578,6 @@ class GradientHooks(DeltaSource):
             for slot, _ in self._places(index, placed):
                 slot.zero_()
         self._release(index, keeps=False)
-
-
-def _got_nothing(parameter: torch.Tensor) -> bool:
-    """Of a parameter without a gradient: an operation gave it none, and torch called its hooks all the same."""
-    return len(parameter._post_accumulate_grad_hooks or ()) == 1  # ours: nobody took it
 
 
 # ---- Gradients that a server of this process takes where they are ----

@@ -98,7 +98,6 @@ class LocalStepsSource(DeltaSource):
             self._exchange.replica.weigh(weight, finite=True)  # a step that was not was skipped, or is allowed
 
     def end_step(self, *, finite: Callable[[], bool]) -> None:
-        """Clip the gradient and step the inner optimizer."""
         self._exchange.check()
         self._started()
         skips, clip = self._config.nonfinite == "skip", self._config.clip
@@ -176,7 +175,6 @@ class _Inner:
     earlier: dict[torch.Tensor, dict[str, torch.Tensor | None]] = field(default_factory=dict)
 
     def begin(self, round: int) -> None:
-        """Begin the next round: save the optimizer's state."""
         self.round, self.whole = round, False
         if self.delayed:
             self.earlier = self.before

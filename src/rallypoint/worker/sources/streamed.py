@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from rallypoint.worker.exchange.arrivals import PulledParameter, ranges_of
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.locked import Rewound, empty_like
 from rallypoint.worker.module_hooks import ModuleHooks
-from rallypoint.worker.tensors import ModelTensors, late_kind
+from rallypoint.worker.tensors import ModelTensors, Placed, late_kind, part_of
 
 # ---- The first values of streamed parameters: those of a model that was built, or made one module at a time ----
 
@@ -56,22 +57,18 @@ class FirstValues:
         """
         if self._gone:
             raise JobAborted(NO_SNAPSHOT)
-        vector = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
-        for placed in (*self._tensors.parameters, *self._tensors.buffers):
-            first, last, entry = max(start, placed.entry.start), min(stop, placed.entry.stop), placed.entry
-            if first < last:
-                made = entry.spec.name in self._made
-                words = self._value(entry.spec.name).reshape(-1) if made else placed.words()
-                vector[first - start : last - start].copy_(words[first - entry.start : last - entry.start])
-        return vector
+        placed = (*self._tensors.parameters, *self._tensors.buffers)
+        return part_of([(one.entry, partial(self._words_of, one)) for one in placed], start, stop)
 
-    def _value(self, name: str) -> torch.Tensor:
+    def _words_of(self, placed: Placed) -> torch.Tensor:
+        if (name := placed.entry.spec.name) not in self._made:
+            return placed.words()
         owner, _, leaf = name.rpartition(".")
         if self._last[0] != owner or not self._last[1]:
             self._last = "", {}  # free it first
             with seeded(derive_seed(self._seed, "init", owner)):
                 self._last = owner, initialised(self._model.get_submodule(owner), owner, self._init)
-        return self._last[1][leaf]
+        return self._last[1][leaf].reshape(-1)
 
 
 @torch.no_grad()
@@ -231,18 +228,15 @@ class UseOrder:
         self._at = 0  # how many of `_known` are behind
 
     def begin(self) -> None:
-        """A pass begins."""
         self._seen, self._at = [], 0
 
     def use(self, index: int) -> None:
-        """The pass uses a parameter."""
         if len(self._seen) < MOST_USES:
             self._seen.append(index)
         with suppress(ValueError):  # not in the pass before, or earlier there: the place stays
             self._at = self._known.index(index, self._at) + 1
 
     def end(self) -> None:
-        """The pass is over."""
         self._known = self._seen or self._known
         self._seen, self._at = [], 0
 
@@ -288,7 +282,6 @@ class Counts:
 
     @property
     def uses(self) -> int:
-        """All of them."""
         return self.ready + self.late + self.missed
 
 
@@ -335,7 +328,7 @@ class StreamedParameters:
         if buffers:
             whole = torch.cat([self._exchange.memory.words(shard.index) for shard in buffers])
             for placed in self._tensors.buffers:
-                placed.tensor.copy_(placed.of_part(whole, buffers[0].start))
+                placed.tensor.copy_(placed.of(whole, buffers[0].start))
         if not self._streams:
             self._streams = True
             self._hooks.on()
