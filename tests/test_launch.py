@@ -39,6 +39,7 @@ from rallypoint.launch.run import ClusterRun
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.files import END_PATIENCE_S
+from support.beside import raising
 from support.beside import until as until_true
 from support.members import script
 from support.programs import Program, run_program
@@ -421,11 +422,7 @@ def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undist
 def test_a_resumed_run_says_what_has_changed_and_runs_it_or_what_it_began_with(tmp_path: Path) -> None:
     (tmp_path / "gate").write_text("5")
     played = Played(tmp_path, GATED)
-
-    def interrupts(run: ClusterRun) -> bool:
-        raise KeyboardInterrupt
-
-    assert played.run(until(at_step(5), interrupts)) == run.INTERRUPTED
+    assert played.run(until(at_step(5), raising(KeyboardInterrupt))) == run.INTERRUPTED
     assert f", the last snapshot: rallypoint resume {played.folder}" in played.said
     played.script.write_text("raise ValueError('edited')\n")
     (tmp_path / "gate").write_text("99")

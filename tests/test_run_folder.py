@@ -57,7 +57,7 @@ from rallypoint.launch.plan import Launch, program_of, read_plan, write_plan
 from rallypoint.own_files import OpenFolder, is_alone_in_group
 from rallypoint.store.files import Files, end_threads
 from rallypoint.store.snapshots import SnapshotStore
-from support.beside import Beside
+from support.beside import Beside, raising
 
 sys.path.insert(0, str(Path(__file__).parent / "store"))
 
@@ -125,11 +125,7 @@ def test_a_new_run_s_folder_is_written_by_its_owner_alone(tmp_path: Path) -> Non
 
 def test_a_file_system_without_locks_keeps_no_launcher_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lustre mounted without flock, NFS without lockd: the launcher ended with a traceback."""
-
-    def fails(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", fails)
+    monkeypatch.setattr("fcntl.flock", raising(OSError(errno.ENOSYS, "Function not implemented")))
     with locked(tmp_path / "run"), coordinated(tmp_path / "run"):
         write_plan(Launch(folder=str(tmp_path / "run"), worker=("python",)))
 
@@ -625,14 +621,11 @@ def test_where_a_job_runs_is_for_its_user_only(tmp_path: Path) -> None:
 def test_a_coordinator_by_hand_takes_no_orders_also_where_nobody_can_tell_whether_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def has_no_locks(fd: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
     with coordinated(tmp_path):
         pass
     with pytest.raises(DataError, match="no run is under way in"):
         read_where(tmp_path)
-    monkeypatch.setattr("fcntl.flock", has_no_locks)
+    monkeypatch.setattr("fcntl.flock", raising(OSError(errno.ENOLCK, "No locks available")))
     with pytest.raises(UsageError, match=r"the coordinator in .* was started by hand"):
         read_where(tmp_path)
     write_plan(Launch(worker=("train",), folder=str(tmp_path)))  # a launcher has started it

@@ -41,7 +41,7 @@ from rallypoint.net.transport import InprocTransport
 from rallypoint.store import files
 from rallypoint.store.files import end_threads
 from rallypoint.watch.follow import Log
-from support.beside import until
+from support.beside import raising, until
 
 PATIENCE_S = 60.0
 LONG = 1000.0  # a heartbeat that never comes: nobody is given up for the test's silence
@@ -371,11 +371,7 @@ def test_a_process_that_comes_under_a_taken_name_after_the_end_hears_of_the_end(
 def test_a_fault_of_its_own_ends_the_job_with_a_sentence(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = house.open()
     server, worker, _ = house.begin()
-
-    def fails(self: ClusterMachine, event: Any) -> list[Any]:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr(ClusterMachine, "handle", fails)
+    monkeypatch.setattr(ClusterMachine, "handle", raising(KeyError("a bug")))
     worker.link.send(protocol.Leaving())
     assert server.next(Aborted) == Aborted("the coordinator failed: KeyError: 'a bug'")
     assert coordinator.wait() == "the coordinator failed: KeyError: 'a bug'"

@@ -23,7 +23,7 @@ from rallypoint.net.handshake import Credentials, Identity, ticket_for
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Listener, Transport
 from rallypoint.observe.trace import Tracer
-from support.beside import until
+from support.beside import raising, until
 
 PATIENCE_S = 60.0
 TOKEN = "a token that nobody guesses"
@@ -419,11 +419,7 @@ def test_a_fault_while_the_loss_is_told_is_told_in_its_turn(
 
 def test_a_fault_while_it_dials_is_told(transport: Transport, host: Host, caplog: pytest.LogCaptureFixture) -> None:
     fault = KeyError("a bug")
-
-    def raises() -> ViewNumber:
-        raise fault
-
-    caller = Caller(transport, host.address, raises)
+    caller = Caller(transport, host.address, raising(fault))
     caller.dialer.start()
     assert caller.expect("failed") is fault
     assert caller.dialer.trouble == "it has failed: KeyError('a bug')"

@@ -20,7 +20,7 @@ from rallypoint.net.gate import Gate, Unproven
 from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, Identity, LinkKeys, introduce
 from rallypoint.net.tcp import TcpConnection, TcpListener, TcpTransport, split_address
 from rallypoint.net.transport import PLAIN, Connection, Listener
-from support.beside import until
+from support.beside import raising, until
 from support.transports import receive
 
 TOKEN = "correct horse battery staple"
@@ -146,15 +146,11 @@ def test_without_a_thread_to_send_from_there_is_no_channel(
     opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A LinkError: who dials tries again, who listens goes on."""
-
-    def fails(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     here, there = socket.socketpair()
     opened.callback(here.close)
     opened.callback(there.close)
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fails)
+        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
         with pytest.raises(LinkError, match="no thread"):
             Channel(Silent(), "x", LinkKeys(bytes(32), bytes(32)))
 

@@ -26,6 +26,7 @@ from rallypoint.net.memory import LEAST_BYTES, Arena, HostLender
 from rallypoint.net.pool import PERIOD, BufferPool, bytes_of, words_of_memory
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Transport
+from support.beside import raising
 from support.transports import Beside
 
 PATIENCE_S = 60.0
@@ -213,10 +214,7 @@ def test_an_upgrade_that_fails_half_way_leaves_no_descriptor() -> None:
 
 
 def test_without_memory_for_a_link_its_payloads_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(arena: Arena, nbytes: int) -> None:
-        raise OSError(27, "File too large")  # ulimit -f
-
-    monkeypatch.setattr(Arena, "allocate", none)
+    monkeypatch.setattr(Arena, "allocate", raising(OSError(27, "File too large")))
     near, far, stack = upgraded(TcpTransport(), "127.0.0.1:0")
     with stack:
         assert near.lender is far.lender is None

@@ -29,7 +29,7 @@ from rallypoint.worker.exchange import locked as module
 from rallypoint.worker.exchange.exchange import Exchange, push_initial
 from rallypoint.worker.exchange.links import ExchangeContext, ServerLink
 from rallypoint.worker.exchange.locked import Rewound
-from support.beside import Beside, until
+from support.beside import Beside, raising, until
 
 PATIENCE_S = 60.0
 LAYOUT = build_layout([TensorSpec("w", (48,), "float32", 0)], shard_bytes=64)
@@ -726,14 +726,10 @@ def test_a_fault_of_a_link_s_thread_ends_the_run_with_a_sentence(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the main thread would wait for ever for versions that nobody receives."""
-
-    def raises(server: str) -> list[machine.Effect]:
-        raise KeyError("a bug")
-
     home, channel = _one_home(exchange)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(exchange._shell, "link_lost", raises)
+            patch.setattr(exchange._shell, "link_lost", raising(KeyError("a bug")))
             channel.connection.close()
             until(lambda: exchange._locked.failure is not None)
         with pytest.raises(JobAborted, match=r"the link to server home has failed: KeyError\('a bug'\)"):
