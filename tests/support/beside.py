@@ -84,12 +84,18 @@ class Hanging:
         assert ended, "the end of the job waits for the store"
 
 
-def until(happened: Callable[[], bool], what: str | Callable[[], str] = "it has not happened") -> None:
-    """Wait until `happened` returns True: for what tells nobody. AssertionError that says `what`, after a minute."""
-    deadline = time.monotonic() + PATIENCE_S
+def until(
+    happened: Callable[[], bool], what: str | Callable[[], object] = "it has not happened", *,
+    running: Callable[[], bool] = lambda: True, within: float = PATIENCE_S, pause: float = 0.005,
+) -> None:  # fmt: skip
+    """Wait until `happened` returns True: for what tells nobody. It is asked again after each `pause`.
+
+    AssertionError that says `what` after so many seconds, or once nothing is `running` that could make it happen.
+    """
+    deadline = time.monotonic() + within
     while not happened():
-        assert time.monotonic() < deadline, what if isinstance(what, str) else what()
-        time.sleep(0.005)
+        assert running() and time.monotonic() < deadline, what if isinstance(what, str) else what()  # noqa: PT018
+        time.sleep(pause)
 
 
 def connected(transport: Transport, listener: Listener) -> tuple[Connection, Connection]:
