@@ -8,7 +8,7 @@ import queue
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cell_jobs import POLL_S, CellJob, train_cell
 
@@ -83,11 +83,12 @@ class Stage(ProcessCluster):
         said = lambda: [event.get("text") or event for event in self.events()[-12:]]  # noqa: E731
         until(happened, lambda: f"{what}: the last events are {said()}", within=PATIENCE_S, pause=POLL_S)
 
-    def until_held(self, *workers: str) -> None:
+    def until_held(self, *workers: str) -> Self:
         """Until these workers wait at the gate."""
         for worker in workers:
             path = Path(self.cell.gate) / f"{worker} waits"
             self.until(path.exists, f"{worker} waits at the gate")
+        return self
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
         """What the coordinator has written down, of one type or all."""
