@@ -702,8 +702,7 @@ def test_a_run_in_another_thread_heeds_no_signals() -> None:
         with lifeline.raised(), lifeline.noted() as noted:
             came.append(noted)
 
-    thread = threading.Thread(target=run)
-    thread.start()
+    (thread := threading.Thread(target=run)).start()
     thread.join()
     assert came == [[]]
 

@@ -137,8 +137,7 @@ def test_who_was_the_lead_is_heard_when_views_have_forgotten_what_it_was_assigne
 
 
 def test_a_standby_s_report_of_a_step_far_ahead_changes_nothing() -> None:
-    play = Play(workers_max=1).begin("w0", "w1")
-    play.steps(0, 3)
+    play = Play(workers_max=1).begin("w0", "w1").steps(0, 3)
     play.report(STEPS - 1, 0, "w1")
     assert play.shell.machine.course.furthest == 2
     assert play.shell.announcer.tally is not None
@@ -146,8 +145,7 @@ def test_a_standby_s_report_of_a_step_far_ahead_changes_nothing() -> None:
 
 
 def test_a_report_proves_at_most_one_step_after_what_servers_have_applied() -> None:
-    play = Play().begin()
-    play.steps(0, 3)
+    play = Play().begin().steps(0, 3)
     course = play.shell.machine.course
     play.report(STEPS - 1, 0)
     assert course.furthest == 3, "one more than was known"
@@ -160,8 +158,7 @@ def test_a_report_proves_at_most_one_step_after_what_servers_have_applied() -> N
 
 
 def test_reports_of_steps_that_are_not_reached_do_not_name_a_step_that_nobody_computes() -> None:
-    play = Play().begin("w0")
-    play.steps(0, 3)
+    play = Play().begin("w0").steps(0, 3)
     tally = play.shell.announcer.tally
     assert tally is not None
     for far in (10**9, STEPS, STEPS - 1):
@@ -192,8 +189,7 @@ def test_of_early_claims_those_furthest_ahead_are_dropped_first() -> None:
 
 
 def test_figures_count_from_who_computes_replica_0_of_versions_that_are_reached() -> None:
-    play = Play(workers_start=2).begin("w0", "w1")
-    play.steps(0, 3)
+    play = Play(workers_start=2).begin("w0", "w1").steps(0, 3)
     now, evaluations = play.view.generation, play.shell.evaluations
     lead = play.view.lead(3)
     other = {"w0": "w1", "w1": "w0"}[lead]
@@ -301,8 +297,7 @@ def recorded(play: Play) -> list[Any]:
 
 
 def test_digests_count_only_of_the_steps_that_the_job_records() -> None:
-    play = Play(settings={"audit.fingerprints": 2}).begin()
-    play.steps(0, 5)
+    play = Play(settings={"audit.fingerprints": 2}).begin().steps(0, 5)
     claims: list[tuple[str, Message]] = [
         ("w0", digests_of(play, 2)), ("w0", digests_of(play, 3)), ("s0", held(play, 4)), ("s0", held(play, 1)),
         ("w0", digests_of(play, 4, 2)), ("s0", held(play, 4, 2)),
@@ -313,16 +308,14 @@ def test_digests_count_only_of_the_steps_that_the_job_records() -> None:
 
 
 def test_a_job_that_records_no_digests_takes_none() -> None:
-    play = Play().begin()
-    play.steps(0, 5)
+    play = Play().begin().steps(0, 5)
     play.say("w0", digests_of(play, 0))
     play.say("s0", held(play, 2))
     assert recorded(play) == []
 
 
 def test_digests_of_steps_that_are_not_reached_wait_for_these_and_few_of_them_do() -> None:
-    play = Play(settings={"audit.fingerprints": 1}).begin()
-    play.steps(0, 3)
+    play = Play(settings={"audit.fingerprints": 1}).begin().steps(0, 3)
     for step in reversed(range(STEPS)):
         play.say("w0", digests_of(play, step))
         play.say("s0", held(play, step + 1))

@@ -313,8 +313,7 @@ def test_a_coordinator_that_follows_another_waits_for_its_port_and_the_first_doe
     with pytest.raises(AddressInUse):
         house.open(join_info=JoinInfo(folder=str(tmp_path)))
     assert not caplog.records
-    starting = threading.Thread(target=lambda: house.open(earlier=1))
-    starting.start()
+    (starting := threading.Thread(target=lambda: house.open(earlier=1))).start()
     sentence = "the name coordinator:1 is in use"
     until(lambda: any(sentence in record.getMessage() for record in caplog.records))
     squatter.close()
@@ -338,8 +337,7 @@ def test_a_coordinator_whose_journal_is_of_an_earlier_one_waits_for_its_port_too
     later = CoordinatorService(
         terms=Terms(heartbeat=LONG), bind="coordinator:1", transport=house.transport, join_info=about
     )
-    starting = threading.Thread(target=later.start)
-    starting.start()
+    (starting := threading.Thread(target=later.start)).start()
     until(lambda: any("trying again for 60 s" in record.getMessage() for record in caplog.records))
     squatter.close()
     starting.join(PATIENCE_S)
@@ -485,8 +483,7 @@ def test_a_disk_that_is_full_at_the_very_end_does_not_lose_the_model(house: Hous
 
 def ends_in_time(coordinator: CoordinatorService) -> bool:
     """Close it; False if that waits for the disk."""
-    closes = threading.Thread(target=coordinator.close)
-    closes.start()
+    (closes := threading.Thread(target=coordinator.close)).start()
     closes.join(PATIENCE_S)
     return not closes.is_alive()
 
@@ -663,8 +660,7 @@ def test_a_server_s_account_that_comes_after_the_last_word_is_written_down(house
     server, worker, view = house.begin()
     house.finish(worker, view)
     assert server.next(Finished) == Finished("worker0")
-    closes = threading.Thread(target=coordinator.close)
-    closes.start()
+    (closes := threading.Thread(target=coordinator.close)).start()
     server.link.send(protocol.Accounted(6, 0, 0, 0))
     server.link.close()  # as a server does when the job is over
     closes.join(PATIENCE_S)
@@ -693,8 +689,7 @@ def test_whoever_closes_a_coordinator_waits_for_servers_without_looking_at_the_c
     monkeypatch.setattr(coordinator, "_hear_servers_out", waiting)
     monkeypatch.setattr(service, "time", NoSleep())
     monkeypatch.setattr(service, "_FAREWELL_S", LONG)
-    closes = threading.Thread(target=coordinator.close)
-    closes.start()
+    (closes := threading.Thread(target=coordinator.close)).start()
     assert waits.wait(PATIENCE_S)
     looked.wait(0.1)  # without the mend it looks at once; with it there is nothing to wait for
     server.link.close()

@@ -127,10 +127,11 @@ class Play:
     def report(self, step: int, replica: int, worker: str = "w0") -> list[acts.Act]:
         return self.say(worker, protocol.Report(step, replica, 1.0, 1.0, 4, generation=self.view.generation))
 
-    def steps(self, first: int, last: int) -> None:
+    def steps(self, first: int, last: int) -> Self:
         for step in range(first, last):
             for replica in range(2):
                 self.report(step, replica)
+        return self
 
     def lose_the_server(self) -> None:
         """Its shards are lost: the job goes back to the last snapshot on another one."""
@@ -226,8 +227,7 @@ def test_a_run_that_gets_more_steps_decides_as_one_that_had_them_from_the_start(
 
 
 def test_figures_that_come_after_their_snapshot_are_sent_after_it() -> None:
-    play = Play().begin()
-    play.steps(0, 3)
+    play = Play().begin().steps(0, 3)
     play.say("w0", Evaluated(3, play.view.generation, {"loss": 1.0}))
     said = play.say("w0", Evaluated(3, play.view.generation, {"accuracy": 0.5}))
     assert acts.AddFigures(3, {"loss": 1.0, "accuracy": 0.5}) in said
@@ -236,8 +236,7 @@ def test_figures_that_come_after_their_snapshot_are_sent_after_it() -> None:
 @pytest.mark.parametrize("loss", [1.0, float("nan")])
 def test_figures_that_are_said_again_count_once(loss: float) -> None:
     """A worker repeats them when its link has been broken."""
-    play = Play().begin()
-    play.steps(0, 3)
+    play = Play().begin().steps(0, 3)
     figures = Evaluated(3, play.view.generation, {"loss": loss, "accuracy": 0.5})
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(figures), type=Evaluated)
     assert any(isinstance(act, acts.AddFigures) for act in play.say("w0", figures))
@@ -409,8 +408,7 @@ def test_with_no_room_for_version_0_it_says_so_computes_and_tries_again() -> Non
 
 
 def test_once_the_journal_knows_that_the_job_has_begun_it_may_fall_behind() -> None:
-    play = Play().begin()
-    play.steps(0, STEPS)
+    play = Play().begin().steps(0, STEPS)
     begun = [act.needed for act in play.done if isinstance(act, acts.Save)]
     assert begun
     assert all(begun), "up to the first step"
@@ -451,8 +449,7 @@ def test_the_end_is_told_to_a_member_whose_link_is_broken_just_then_and_it_is_no
 
 
 def test_the_lead_is_named_even_if_all_workers_are_away_at_the_end() -> None:
-    play = Play().begin()
-    play.steps(0, STEPS)
+    play = Play().begin().steps(0, STEPS)
     play.take(inbox.Closed("s0", play.hello("s0"), "its connection broke", inbox.End.LOST))
     play.say("w0", Done(play.view.generation))
     assert play.sent(protocol.Finished) == [protocol.Finished("w0")]
@@ -789,8 +786,7 @@ def test_a_process_that_comes_in_the_place_of_another_waits_until_that_one_is_gi
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_token_holder_does_not_take_the_place_of_a_member_that_is_about_to_come_back(restarted: bool) -> None:
     """He is faster than the member after the coordinator's restart, or after its link broke."""
-    play = Play(heartbeat=6.0).begin()
-    play.steps(0, 3)
+    play = Play(heartbeat=6.0).begin().steps(0, 3)
     view = play.view
     after = Play(play.shell.machine.state(), heartbeat=6.0) if restarted else play
     after.incarnations, after.known = dict(play.incarnations), dict(play.known)
@@ -827,8 +823,7 @@ def test_who_waits_for_a_name_and_goes_is_forgotten() -> None:
 def test_a_cluster_that_comes_back_under_its_own_names_waits_for_its_ghosts_no_longer_than_a_heartbeat(
     restarted: bool,
 ) -> None:
-    play = Play(heartbeat=6.0).begin()
-    play.steps(0, 3)
+    play = Play(heartbeat=6.0).begin().steps(0, 3)
     after = Play(play.shell.machine.state(), heartbeat=6.0) if restarted else play
     for name in () if restarted else ("s0", "w0"):
         after.take(inbox.Closed(name, after.hello(name), "its connection ended", inbox.End.LOST))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,6 +29,13 @@ class _Bench(AlignedBench):
 def _at_step_0(shards: int = 2, assigned: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10) -> _Bench:
     bench = _Bench(shards, view_of(shards, {"me": assigned}), buffers, steps)
     bench.install(0)
+    return bench
+
+
+def _computed(*of: Any, **more: Any) -> _Bench:
+    """It has computed the first replica of step 0."""
+    bench = _at_step_0(*of, **more)
+    bench.compute()
     return bench
 
 
@@ -206,8 +214,7 @@ def test_assigned_replicas_follow_the_assignment_that_counts_for_the_step() -> N
 
 
 def test_after_the_last_version_nothing_is_computed() -> None:
-    bench = _at_step_0(1, steps=1)
-    bench.compute()
+    bench = _computed(1, steps=1)
     bench.install(1)
     assert bench.machine.next_action() is None
 
@@ -252,8 +259,7 @@ def test_a_version_that_was_let_go_is_fetched_once_when_the_replica_is_given_up(
 
 
 def test_old_and_repeated_versions_are_read_and_forgotten() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     assert bench.arrive(0, 0) == [DropArriving(0)]
     assert bench.arrive(0, 1) == [Land(0)]
     assert bench.arrive(0, 1) == [DropArriving(0)]
@@ -263,8 +269,7 @@ def test_old_and_repeated_versions_are_read_and_forgotten() -> None:
 
 
 def test_a_buffer_shard_that_runs_a_version_ahead_is_fetched_as_soon_as_this_worker_gets_there() -> None:
-    bench = _at_step_0(2, [1], buffers=[1])
-    bench.compute()
+    bench = _computed(2, [1], buffers=[1])
     assert bench.arrive(1, 1) == [Land(1)]
     bench.handle(Landed(1))
     assert bench.arrive(1, 2) == [DropArriving(1)]
@@ -310,8 +315,7 @@ def test_a_version_that_is_old_by_the_time_it_has_landed_is_fetched_anew() -> No
 
 
 def test_a_version_that_all_others_have_gone_on_from_before_it_is_taken_up_is_not_installed() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     bench.land(1)
     action = bench.machine.next_action()
     assert action == Install(1)
@@ -336,8 +340,7 @@ def test_a_replica_of_a_generation_that_has_become_stale_before_it_is_taken_up_i
 
 
 def test_what_is_installed_is_what_had_landed_even_if_a_newer_version_is_heard_of_meanwhile() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     bench.land(1)
     assert bench.machine.next_action() == Install(1)
     assert bench.machine.take(bench.machine.next_action())
@@ -351,8 +354,7 @@ def test_what_is_installed_is_what_had_landed_even_if_a_newer_version_is_heard_o
 
 
 def test_what_a_lost_link_may_have_swallowed_is_computed_and_sent_again() -> None:
-    bench = _at_step_0(4)
-    bench.compute()
+    bench = _computed(4)
     bench.handle(slots.LinkLost("s1"))
     assert bench.machine.next_action() is None  # there is nobody to send it to
     assert bench.handle(LinkUp("s1")) == [Follow("s1")]
@@ -375,8 +377,7 @@ def test_a_gradient_is_not_queued_for_a_link_that_is_gone() -> None:
 
 
 def test_a_version_that_broke_off_halfway_is_received_again() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     assert bench.arrive(0, 1) == [Land(0)]
     bench.handle(slots.LinkLost("s0"))
     assert bench.machine.missing == [0, 1]
@@ -385,8 +386,7 @@ def test_a_version_that_broke_off_halfway_is_received_again() -> None:
 
 
 def test_a_fetch_that_a_lost_link_swallowed_is_asked_again() -> None:
-    bench = _at_step_0(2, [1], buffers=[1])
-    bench.compute()
+    bench = _computed(2, [1], buffers=[1])
     bench.land(1, [1])
     bench.arrive(1, 2)
     bench.land(1, [0])
@@ -406,16 +406,14 @@ def test_an_older_view_is_ignored() -> None:
 
 
 def test_what_was_sent_to_a_shard_s_old_home_is_computed_for_the_new_one() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     assert bench.handle(Viewed(view_of(2, count=2, homes=["s0", "s0"]))) == []
     assert bench.machine.next_action() == Compute(0, 0)
     assert [(send.shard, send.server, send.view) for send in bench.compute()] == [(1, "s0", ViewNumber(1, 2))]
 
 
 def test_a_server_that_was_restarted_has_to_be_linked_again() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     bench.handle(Viewed(view_of(2, count=2, incarnations={"s1": 5})))
     assert bench.machine.next_action() is None
     bench.handle(LinkUp("s1"))
@@ -423,8 +421,7 @@ def test_a_server_that_was_restarted_has_to_be_linked_again() -> None:
 
 
 def test_a_replica_that_changed_hands_is_computed_here_for_the_same_step() -> None:
-    bench = _at_step_0(2, [0])
-    bench.compute()
+    bench = _computed(2, [0])
     bench.handle(Viewed(view_of(2, {"me": [0, 3]}, count=2)))
     assert bench.machine.next_action() == Compute(0, 3)
 
@@ -498,8 +495,7 @@ def test_a_standby_worker_gets_the_last_version_when_the_job_is_ending() -> None
 
 
 def test_after_a_roll_back_everything_is_fetched_anew_and_the_old_replica_is_stale() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     bench.install(1)
     bench.begin()
     bench.machine.fill(0)
@@ -522,8 +518,7 @@ def test_after_a_roll_back_everything_is_fetched_anew_and_the_old_replica_is_sta
 
 
 def test_a_roll_back_while_a_version_is_copied_makes_it_stale_and_what_it_was_copied_from() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     bench.land(1)
     assert bench.machine.take(bench.machine.next_action())
     bench.handle(Viewed(view_of(2, count=5, generation=5, origin="step-0")))

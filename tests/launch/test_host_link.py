@@ -33,8 +33,7 @@ time.sleep(1000)
 
 def promptly(act: Callable[[], object]) -> None:
     """Call this; AssertionError if it does not return."""
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
+    (thread := threading.Thread(target=act, daemon=True)).start()
     thread.join(PATIENCE_S)
     assert not thread.is_alive(), "it does not return"
 

@@ -558,8 +558,7 @@ def test_closing_waits_a_while_for_the_coordinator_to_hear_why_a_member_gives_up
     coordinator.close()
     until_lost(me)
     me.link.send(GiveUp("the loss is nan"))
-    closing = threading.Thread(target=me.link.close)
-    closing.start()
+    (closing := threading.Thread(target=me.link.close)).start()
     again = Coordinator(coordinator.transport, coordinator.address)
     try:
         channel, _ = again.member()

@@ -34,8 +34,7 @@ def test_what_is_not_read_waits_in_order_and_too_much_is_left_out_with_a_sentenc
             output.write(line)  # a pipe takes 64 KiB: this would wait for ever
         assert not output.end(0.0)
         said: list[str] = []
-        reader = threading.Thread(target=lambda: said.extend(read_all(reading)))
-        reader.start()
+        (reader := threading.Thread(target=lambda: said.extend(read_all(reading)))).start()
         assert output.end(None)
     reader.join()
     at = 0
@@ -59,8 +58,7 @@ def test_output_that_does_not_wait_itself_loses_nothing() -> None:
             output.write(line)
         assert not output.end(0.05), "the pipe is full"
         said: list[str] = []
-        reader = threading.Thread(target=lambda: said.extend(read_all(reading)))
-        reader.start()
+        (reader := threading.Thread(target=lambda: said.extend(read_all(reading)))).start()
         assert output.end(None)
         output._thread.join()
     reader.join()

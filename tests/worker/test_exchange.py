@@ -325,8 +325,7 @@ def test_a_view_without_the_servers_of_a_dead_host_is_adopted_at_once() -> None:
     )
     _adopt(exchange, before)
     assert {transport.connecting.get(timeout=PATIENCE_S) for _ in dead} == {server.address for server in dead}
-    adopts = threading.Thread(target=_adopt, args=(exchange, _view(2, {"w": (0,), "x": (1,)})))
-    adopts.start()
+    (adopts := threading.Thread(target=_adopt, args=(exchange, _view(2, {"w": (0,), "x": (1,)})))).start()
     try:
         assert transport.connecting.get(timeout=PATIENCE_S) == SERVER.address, "the new home is connected to"
     finally:
@@ -572,8 +571,7 @@ def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(monk
         _publish(exchange, 0)
         _install(exchange, 0)
         found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(exchange.next_action()), daemon=True)
-        thread.start()
+        (thread := threading.Thread(target=lambda: found.append(exchange.next_action()), daemon=True)).start()
         until(lambda: bool(exchange._locked.changed._waiters))  # type: ignore[attr-defined]
         for shard in LAYOUT.shards:
             header = Header(Kind.CODEC_STATE, exchange.view.number, shard=shard.index)
@@ -598,8 +596,7 @@ def with_codec_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Exchang
     exchange.arrivals.link_up(SERVER)
     _publish(exchange, 0)
     _install(exchange, 0)
-    waiting = threading.Thread(target=exchange.next_action, daemon=True)
-    waiting.start()
+    (waiting := threading.Thread(target=exchange.next_action, daemon=True)).start()
     until(lambda: len(frames) == len(LAYOUT.shards))
     for shard in LAYOUT.shards:
         exchange.arrivals.codec_state(Header(Kind.CODEC_STATE, exchange.view.number, shard=shard.index), bytearray())

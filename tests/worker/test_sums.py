@@ -243,8 +243,7 @@ def test_a_world_of_another_size_than_the_cluster_s_is_refused() -> None:
             except ConfigError as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=join, args=(beside,))
-        thread.start()
+        (thread := threading.Thread(target=join, args=(beside,))).start()
         join(job)
         thread.join(PATIENCE_S)
         for one in (job, beside):
