@@ -343,15 +343,6 @@ def test_what_others_begin_again_with_is_not_taken_before_the_view_says_so() -> 
     assert bench.machine.step == 7
 
 
-def test_a_mean_that_came_while_the_state_was_copied_is_fetched_then() -> None:
-    bench = _Bench()
-    bench.land(6, whole=True)
-    assert bench.machine.next_action() == InstallAction(6)
-    assert bench.machine.take(bench.machine.next_action())
-    assert [bench.arrive(shard, 7) for shard in range(2)] == [[DropArriving(0)], [DropArriving(1)]]
-    assert bench.handle(Installed()) == [Fetch(0, 7, "s0"), Fetch(1, 7, "s1")]
-
-
 def test_no_version_is_left_out_however_many_there_are() -> None:
     bench = _Bench()
     bench.install(6, whole=True)

@@ -105,15 +105,6 @@ def test_a_choice_survives_a_second_promotion_before_its_contributions_have_come
     assert _sum_of(second.backup, 0, [0, 1, 2, 3]) == (3, 2, 0)
 
 
-def test_a_choice_that_was_lost_with_the_link_is_told_again_with_the_state() -> None:
-    pair = _caught_up()
-    _push(pair, 0, 2, 0)
-    pair.lose_link()
-    assert pair.run(FillBackup()) == [Chosen(0, (2, 0)), Fill(0)]
-    pair.deliver()
-    assert pair.measured == [(2, 0)]
-
-
 def test_without_a_link_the_choice_waits_for_it() -> None:
     pair = _caught_up()
     pair.lose_link()

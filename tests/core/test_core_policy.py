@@ -18,7 +18,7 @@ from rallypoint.core.policy import (
     Verdict,
     server_policy,
 )
-from rallypoint.core.shard.effects import Apply, Drop, Gather, Hold, Publish, Reply, Take, TellWait
+from rallypoint.core.shard.effects import Apply, Gather, Hold, Reply, Take, TellWait
 from rallypoint.core.shard.events import Acked, Assigned, Contribute, FillBackup, Initialise, Loaded, Want
 from rallypoint.core.shard.machine import ShardMachine
 
@@ -78,15 +78,6 @@ def _machine(policy: ServerPolicy, replicas: int) -> ShardMachine:
     return machine
 
 
-def test_with_a_quorum_the_first_to_come_make_the_update_and_the_rest_are_dropped_and_counted() -> None:
-    machine = _machine(Sync(quorum=2), 4)
-    machine.handle(Contribute(0, 3, 1.0, 1))
-    assert machine.handle(Contribute(0, 1, 1.0, 2))[-1] == Publish(1)
-    assert machine.handle(Contribute(0, 0, 1.0, 3)) == [Drop(3)]
-    assert machine.handle(Contribute(0, 2, 1.0, 4)) == [Drop(4)]
-    assert (machine.tally.applied, machine.tally.dropped) == (2, 2)
-
-
 def test_under_a_bound_who_runs_ahead_waits_for_the_slowest_and_is_told_so() -> None:
     machine = _machine(BoundedStaleness(1), 2)
     machine.handle(Contribute(0, 0, 1.0, 1))
@@ -106,13 +97,6 @@ def test_under_a_bound_a_contribution_that_is_too_far_ahead_is_kept_until_its_st
     assert [effect.ticket for effect in effects if isinstance(effect, Take)] == [3, 2]
     assert [effect.version for effect in effects if isinstance(effect, Apply)] == [2, 3]
     assert machine.clocks.steps == [2, 1]
-
-
-def test_without_a_bound_nobody_is_ever_told_to_wait() -> None:
-    machine = _machine(Async(), 2)
-    for step in range(8):
-        machine.handle(Contribute(step, 0, 1.0, step + 1))
-        assert machine.handle(Want("a", 0)) == [Reply("a", 0, step + 1, step + 1)]
 
 
 @pytest.mark.parametrize(("scaled", "expected"), [(False, [1 / 3, 1 / 3, 1 / 3]), (True, [1.0, 1.0, 1 / 2])])

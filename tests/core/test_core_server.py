@@ -263,13 +263,6 @@ def test_a_primary_that_missed_the_view_in_which_they_parted_has_no_false_caught
     assert server.caught_up == {0: ViewNumber(1, 3), 1: FIRST}
 
 
-def test_a_fill_that_was_under_way_when_they_parted_is_done_again() -> None:
-    server = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}), "s1")
-    effects = server.adopt(_view(3, {0: "s0"}, {0: "s1"}, paired={0: 3}))
-    assert _on(effects, Fill) == [(0, Fill(0))]
-    assert server.caught_up == {}
-
-
 def test_when_a_shard_has_no_backup_any_more_its_fill_makes_room_for_others() -> None:
     primary = dict.fromkeys(range(3), "s0")
     server = _server(_plan(3), _view(1, primary, dict.fromkeys(primary, "s1")), "s1")
@@ -405,17 +398,6 @@ def test_a_shard_whose_server_died_is_measured_by_its_successor() -> None:
     ]  # fmt: skip
 
 
-def test_decisions_of_a_stale_generation_are_forgotten() -> None:
-    server = _server(_plan(2, decides=True), _view(1, {0: "s0", 1: "s1"}), "s1")
-    _step(server, 0, 0, 3.0)
-    _finish(server, server.told(0, [Measure(1, (4.0,))]))
-    view = _view(5, {0: "s0", 1: "s1"}, generation=5, origin="step-0")
-    assert not any(isinstance(effect, Tell) for effect in server.adopt(view))
-    server.handle(0, Loaded(0))
-    effects = _step(server, 0, 0, 3.0)
-    assert [effect for effect in effects if isinstance(effect, StepVerdict)] == []
-
-
 def test_a_verdict_of_a_generation_that_is_over_decides_nothing() -> None:
     """It was in the inbox when all went back to a snapshot: with a quorum the step's sum is another one now."""
     server = _server(_plan(1, decides=True), _view(1, {0: "s0"}))
@@ -480,12 +462,6 @@ def _filled() -> tuple[ServerShell[_Line], _Line]:
     shell.machine.handle(0, Initialise(1))
     assert shell.fill(0, "s1", 0, b"version 0") is link
     return shell, link
-
-
-def test_a_backup_that_proves_what_it_acknowledges_is_caught_up() -> None:
-    shell, link = _filled()
-    assert shell.acked("s1", link, 0, Acked(0), FIRST, b"version 0") == [On(0, BackupCaughtUp())]
-    assert shell.machine.caught_up
 
 
 @pytest.mark.parametrize("digest", [b"", b"version 1", bytes(16)])

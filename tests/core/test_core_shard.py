@@ -442,15 +442,6 @@ def test_a_backup_has_caught_up_once_it_holds_all_that_has_been_published() -> N
     assert pair.run(Acked(2)) == [Publish(2)]
 
 
-def test_nothing_is_published_that_a_caught_up_backup_does_not_hold() -> None:
-    pair = caught_up()
-    assert pair.step(0)[1:] == [Finish(0, 1.0, False, (), 1), applied(0, 1.0, replicate=True)]
-    assert (pair.primary.version, pair.primary.published) == (1, 0)
-    assert pair.run(Acked(1)) == [Publish(1)]
-    assert pair.run(Acked(0)) == []  # late news
-    assert pair.run(Acked(1)) == []
-
-
 @given(st.integers(1, 3), st.booleans(), st.lists(st.sampled_from(["step", "down", "up", "cut", "fill"]), max_size=60))
 def test_whatever_happens_to_the_link_what_is_published_is_on_the_backup_that_may_be_promoted(
     expected: int, decides: bool, happenings: list[str]
@@ -568,22 +559,6 @@ def test_a_promoted_backup_publishes_what_it_holds_and_goes_on_from_there() -> N
     assert survivor.of(Publish) == [Publish(1), Publish(2)]
 
 
-def test_a_promoted_backup_may_be_one_version_ahead_of_what_was_published_and_publishes_that() -> None:
-    pair = caught_up()
-    pair.step(0)
-    pair.deliver_down()  # and the acknowledgement is lost with the primary
-    assert pair.published == [0]
-    assert pair.backup.handle(Assigned(primary=True, backup=True, fresh=True)) == [fx.Abandon(), Publish(1)]
-    assert pair.backup.copies.backup.needs_sync
-    assert pair.backup.handle(Contribute(0, 0, 1.0, 9)) == [Drop(9)]  # it is sent again, and not needed
-
-
-def test_a_backup_that_is_promoted_before_its_state_came_publishes_nothing() -> None:
-    backup = ShardMachine(Sync(), 1, primary=False)
-    assert backup.handle(Assigned(primary=True, backup=False, fresh=False)) == [fx.Abandon()]
-    assert backup.published == -1
-
-
 def test_a_demoted_primary_drops_its_sum_and_waits_for_the_state() -> None:
     pair = caught_up(expected=3)
     held = [pair.ticket(), pair.ticket()]
@@ -612,15 +587,6 @@ def test_every_ticket_leaves_once_whenever_the_primary_is_demoted_and_promoted_a
     bench.handle(Assigned(primary=False, backup=False, fresh=False))
     out = Counter(effect.ticket for effect in bench.of(Take, fx.Add, Drop))  # type: ignore[attr-defined]
     assert out == Counter(list(bench.tickets))
-
-
-def test_a_decision_does_not_survive_a_demotion() -> None:
-    bench = _ready(1, decides=True)
-    bench.handle(Decide(0, 0.5))
-    bench.handle(Assigned(primary=False, backup=False, fresh=False))
-    bench.handle(Assigned(primary=True, backup=False, fresh=False))
-    bench.handle(Loaded(0))
-    assert bench.push(0, 0)[-1] == Finish(0, 1.0, True, (), 1)
 
 
 # ---- snapshots ----

@@ -205,14 +205,6 @@ def test_a_straggler_s_replica_is_computed_for_the_step_that_was_asked_for_and_f
     assert list(bench.machine.assigned) == [0]
 
 
-def test_assigned_replicas_follow_the_assignment_that_counts_for_the_step() -> None:
-    bench = _Bench(1, view_of(1, {"me": [0]}, later=[Assignment(1, {"me": (2, 5)})]))
-    bench.install(0)
-    assert list(bench.machine.assigned) == [0]
-    bench.install(1)
-    assert list(bench.machine.assigned) == [2, 5]
-
-
 def test_after_the_last_version_nothing_is_computed() -> None:
     bench = _computed(1, steps=1)
     bench.install(1)
@@ -385,17 +377,6 @@ def test_a_version_that_broke_off_halfway_is_received_again() -> None:
     assert bench.arrive(0, 1) == [Land(0)]
 
 
-def test_a_fetch_that_a_lost_link_swallowed_is_asked_again() -> None:
-    bench = _computed(2, [1], buffers=[1])
-    bench.land(1, [1])
-    bench.arrive(1, 2)
-    bench.land(1, [0])
-    assert bench.installed() == [Fetch(1, 2, "s1")]
-    bench.handle(slots.LinkLost("s1"))
-    bench.handle(LinkUp("s1"))
-    assert bench.arrive(1, 2) == [Land(1)]  # it follows again, so it comes by itself
-
-
 # ---- views ----
 
 
@@ -476,14 +457,6 @@ def test_when_it_follows_again_nothing_is_computed_before_it_has_heard_where_the
     assert bench.machine.next_action() == Install(4)
 
 
-def test_when_it_follows_again_within_the_same_step_it_goes_on_with_it() -> None:
-    bench = _at_step_0(2)
-    bench.handle(Viewed(view_of(2, {"other": [0]}, count=2)))
-    bench.handle(Viewed(view_of(2, {"me": [0]}, count=3)))
-    assert [bench.arrive(shard, 0)[0] for shard in (0, 1)] == [DropArriving(0), DropArriving(1)]
-    assert bench.machine.next_action() == Compute(0, 0)
-
-
 def test_a_standby_worker_gets_the_last_version_when_the_job_is_ending() -> None:
     bench = _Bench(2, view_of(2, {"other": [0]}), steps=3)
     assert bench.handle(Viewed(view_of(2, {"other": [0]}, count=2, ending=True))) == [Follow("s0"), Follow("s1")]
@@ -556,20 +529,6 @@ def test_before_any_view_nothing_is_taken() -> None:
     assert list(bench.machine.assigned) == []
 
 
-# ---- whatever comes ----
-
-
-def test_nothing_is_carried_from_one_step_into_the_next() -> None:
-    bench = _at_step_0(2, [0, 1])
-    for step in range(3):
-        assert bench.machine.step == step
-        assert bench.machine.next_action() == Compute(step, 0)
-        bench.compute()
-        bench.compute()
-        assert bench.machine.next_action() is None  # there is nothing left to compute
-        bench.install(step + 1)
-
-
 # ---- shards that take turns ----
 
 
@@ -628,20 +587,6 @@ def test_a_late_joiner_takes_each_shard_at_the_version_that_is_right_for_the_rou
     assert bench.machine.next_action() == Install(2)
     bench.installed()
     assert [(send.shard, send.step) for send in bench.compute()] == [(0, 1), (2, 2)]
-
-
-def test_a_version_that_was_let_go_is_fetched_by_the_shard_s_own_number() -> None:
-    """Somebody else has computed our replica of tick 1 too: what it made comes while that slot is being written."""
-    bench = _staggered()
-    bench.compute()
-    for shard in (0, 2):
-        bench.land(1, [shard])
-    bench.installed()
-    bench.begin()
-    bench.machine.fill(1)
-    assert bench.arrive(1, 1) == [DropArriving(1)]
-    assert bench.handle(slots.Filled(1)) == [Fetch(1, 1, "s1")]
-    assert bench.arrive(1, 1) == [Land(1)]
 
 
 def test_what_the_model_holds_already_is_not_taken_again() -> None:
