@@ -65,7 +65,6 @@ def test_figures_of_evaluations_leave_the_live_line_one_line(name: str) -> None:
     shown.show(Metrics(100, {"val_loss": 0.3817, name: 0.8457}))
     for step in range(2):
         shown.show(StepDone(step=12_345 + step, loss=0.0123, items=4096))
-    assert shown._progress is not None
     shown._progress.refresh()
     live = said.getvalue().splitlines()[-1]
     for whole in ("step 12347/15000", "loss 0.0123", "samples/s", "left"):
@@ -99,7 +98,6 @@ def test_a_store_without_steps_is_shown_no_number_that_nobody_has_given() -> Non
     shown = RunConsole(Console(file=said, width=200, force_terminal=True, color_system=None, highlight=False))
     for message in (store, *done):
         shown.show(message)
-    assert shown._progress is not None
     shown._progress.refresh()
     shown.close()
     assert "step 50" in said.getvalue()
@@ -381,7 +379,6 @@ def test_a_terminal_shows_the_sums_so_far() -> None:
     console = shown(said, terminal=True)
     console.show(SUMS)
     console.show(ScriptAt(0, 1234, 6_000_000))
-    assert console._progress is not None
     console._progress.refresh()
     console.close()
     assert "1,234 sums" in said.getvalue()

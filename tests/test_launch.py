@@ -480,7 +480,6 @@ def test_ctrl_c_and_a_notice_are_one_sentence(tmp_path: Path, number: signal.Sig
     journal = Journal(str(tmp_path / "run"))
     state = journal.load()
     journal.close()
-    assert state is not None
     assert state.last_word is None, "that scripts were ended is no failure of the job"
 
 
@@ -490,7 +489,6 @@ def test_a_coordinator_that_is_started_by_hand_has_a_token_on_loopback_too(tmp_p
     argv = command("coordinator", "--terms", '{"workers_start": 1}')
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env) as coordinator:
         try:
-            assert coordinator.stdout is not None
             address = coordinator.stdout.readline().rpartition(" ")[2].strip()
             told = coordinator.stdout.readline()
             (file,) = tmp_path.glob("token-*")

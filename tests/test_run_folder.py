@@ -572,7 +572,6 @@ with locked(Path(sys.argv[1])):
 def test_a_second_launcher_is_refused_until_the_first_has_ended_however_it_ended(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
         with pytest.raises(UsageError, match="a run is under way in"), locked(tmp_path):
             pass

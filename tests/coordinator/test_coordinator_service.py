@@ -458,7 +458,6 @@ def test_a_journal_that_cannot_be_written_ends_a_job_that_has_not_begun(house: H
     )
     assert worker.next(Aborted) == Aborted(reason)
     assert server.next(Aborted) == Aborted(reason)
-    assert before is not None
     assert view.number <= before.number
 
 
@@ -612,7 +611,6 @@ def test_a_coordinator_killed_at_any_moment_of_its_start_leaves_a_journal_to_go_
         assert (machine.view, machine.record) == (view, before.record)
         assert machine.phase is Phase.RUNNING
         state = again._journal.load()
-        assert state is not None
         assert state.epoch > before.epoch
         house.close()
         house.__init__()  # type: ignore[misc]

@@ -251,7 +251,6 @@ def test_terms_that_the_mode_does_not_support_end_the_job_at_once(terms: dict[st
 def test_stateful_workers_store_a_share_each() -> None:
     job = _running(_terms(snapshots=True), EVERYBODY, RECORD)
     taken = job.machine._snapshots.taking
-    assert taken is not None
     job.play(Captured("w0", taken.id, tuple(SHARDS)))  # the first weights are the bringer's
     generation = job.view.generation
     job.play(Committed(taken.id))
@@ -271,7 +270,6 @@ def test_a_worker_that_evaluates_for_long_stores_its_share_afterwards(ending: bo
     """Its main thread does both. At the end nobody is told to make room, and to press Ctrl-C."""
     job = _running(_terms(snapshots=True, heartbeat=2.0), EVERYBODY, RECORD)
     (first,) = [job.machine._snapshots.taking]
-    assert first is not None
     job.play(Captured("w0", first.id, tuple(SHARDS)), Committed(first.id))
     for step in range(STEPS if ending else 1):
         job.step(step)

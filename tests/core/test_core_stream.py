@@ -30,7 +30,6 @@ class _Bench(SlotBench):
         super().__init__(StreamMachine("me", shards, frozenset(buffers), steps), view or _view(shards, assigned))
 
     def arrive(self, shard: int, replica: int, clock: int, version: int = 0) -> list[Effect]:
-        assert self.machine.view is not None
         return self.handle(slots.Arriving(shard, version, self.machine.view.number, replica, clock))
 
     def land(self, replica: int, clock: int, shards: Sequence[int] | None = None, version: int = 0) -> list[Effect]:

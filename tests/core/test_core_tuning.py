@@ -224,7 +224,6 @@ def test_nothing_changes_before_three_snapshots_were_seen() -> None:
 def test_a_chosen_period_counts_only_where_nobody_has_said_another(tune: str, told: bool, counts: float) -> None:
     job = _begun(snapshots=True, snapshot_seconds=60.0, snapshot_tuned=told)
     course = job.machine.course
-    assert course.record is not None
     course.record.config["tune"] = tune
     course.tuned_period.seconds = 123.0
     assert course.snapshot_period == SnapshotPeriod(0, counts)

@@ -218,7 +218,6 @@ class TestRayCluster(ClusterContract):
         worker = Started(running, cluster_contract._PARENT)
         left = psutil.Process(int(worker.line()))
         process = left.parent()
-        assert process is not None
         process.parent().kill()  # type: ignore[union-attr]
         assert (how := worker.exit()).died
         assert "Ray actor is gone" in str(how)

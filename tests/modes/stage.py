@@ -124,7 +124,6 @@ def _coordinator_main(pipe: Any, token: str, terms: Terms, about: JoinInfo, resu
     start = None
     if resume:
         manifest = SnapshotStore(resume).latest_usable(lambda text: None)
-        assert manifest is not None
         start = Resumed(manifest.job, manifest.id, manifest.version)
     service = CoordinatorService(terms=terms, token=token, join_info=about, resume=start)
     service.start()

@@ -319,7 +319,6 @@ def test_an_average_has_the_bytes_of_plain_pytorch_after_a_kill(resumed: bool, t
         stage.until_over()
         store = SnapshotStore(str(stage.home / "snapshots"))
         manifest = store.latest_usable(lambda text: None)
-        assert manifest is not None
         assert manifest.version == job.config.rounds
         export_snapshot(store.url, tmp_path / "average.pt", average=True)
     finally:

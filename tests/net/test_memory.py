@@ -201,7 +201,6 @@ def test_an_upgrade_that_fails_half_way_leaves_no_descriptor() -> None:
     for _ in range(3):
         near, far = transport.connect(listener.address, 5.0), listener.accept()
         arena = memory._ARENAS.get()
-        assert arena is not None
         said = memory._DESCRIBED.pack(os.getpid(), arena.fd, arena.token.encode(), 0)
         memory.say(far, expand(b"2" * 32, memory.LABEL), said)
         far.finish()
@@ -394,7 +393,6 @@ def test_what_a_killed_process_has_lent_can_still_be_read() -> None:
         connection = listener.accept()
         connection.upgrade(b"2" * 32, b"1" * 32)
         far = Channel(connection, "near", KEYS.other_side())
-        assert child.stdout is not None
         assert child.stdout.readline() == "lent True\n"
         header = far.receive_header()
         child.kill()

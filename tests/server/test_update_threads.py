@@ -76,7 +76,6 @@ class _Server:
         self.later, self.channel = _Later(), _Channel()
         if beside:
             effects = self.reducer._effects
-            assert effects.threads is not None
             effects.threads.shutdown()
             effects.threads = self.later
         members = (Member("w", "here", incarnation=1),), (Member("s", "here", "s:1", 2),)
@@ -365,7 +364,6 @@ def test_a_thread_that_updates_computes_alone_unless_the_bytes_need_more(optimiz
     torch.set_num_threads(2)
     try:
         threads = Reducer("s", job, Context(), lambda event: None, Tracer("s"), threads=1)._effects.threads
-        assert threads is not None
         assert threads.submit(torch.get_num_threads).result() == expected
         threads.shutdown()
     finally:

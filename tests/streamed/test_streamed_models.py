@@ -49,9 +49,7 @@ def test_a_later_pass_finds_its_parameters_asked_for() -> None:
     model = build(CASES["again"])
     with EmbeddedJob() as job:
         train(job, model, STREAMED)
-        assert job._run is not None
         streamed = job._run._parts.streamed
-    assert streamed is not None
     counts, uses = streamed.counts, sum(1 for p in model.parameters())
     assert counts.missed < 5 * uses, "only in the first passes, and what is read outside of any"
     assert counts.ready + counts.late > 5 * counts.missed

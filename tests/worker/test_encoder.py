@@ -110,7 +110,6 @@ def test_a_replica_that_moves_goes_on_as_it_would_have(spec: CodecSpec) -> None:
     for step in range(3):
         assert sent(stays, 0, step, 1, gradient(words, step)) == sent(goes, 0, step, 1, gradient(words, step))
     codec_state = goes.give(0, 1)
-    assert codec_state is not None
     assert codec_state.step == 2
     assert goes.give(0, 1) is None  # it is given once
     heir.take(0, 1, codec_state)
@@ -136,7 +135,6 @@ def test_with_a_quorum_a_snapshot_has_the_state_from_before_the_steps_that_did_w
     words, (late, resumed) = encoders(2, PowerSGD(rank=2), sync=rp.Sync(quorum=quorum))
     sent(late, 0, 0, 1, gradient(words, 0))
     copy = late.copy(0, 1, 3)
-    assert copy is not None
     assert bool(copy.data) == same
     resumed.take(0, 1, replace(copy, step=2) if copy.data else None)  # a server names it for the version
     assert sent(resumed, 0, 3, 1, gradient(words, 3)) == sent(late, 0, 3, 1, gradient(words, 3))
@@ -153,7 +151,6 @@ def test_a_contribution_that_went_raw_goes_raw_again_from_whoever_takes_the_repl
     sent(encoder, 0, 0, 0, gradient(words, 0))
     assert encoder.encode(0, 1, 0, torch.full((words,), math.nan)) is None
     codec_state = encoder.give(0, 0)
-    assert codec_state is not None
     assert codec_state.step == 1
     heir.take(0, 0, codec_state)
     assert heir.encode(0, 1, 0, torch.full((words,), math.nan)) is None
@@ -164,14 +161,12 @@ def test_a_copy_for_a_step_is_of_the_state_before_it_or_after_it_or_of_none_and_
     layout, config = setting(TopK(ratio=0.1, sampled=False))
     encoder, values = Encoder(layout, config), gradient(layout.shards[0].words, 1)
     none = encoder.copy(0, 0, 4)
-    assert none is not None
     assert (none.step, len(none.data)) == (3, 0), "it begins with step 4"
     sent(encoder, 0, 4, 0, values)
     assert encoder.copy(0, 0, 3) is None
     assert encoder.copy(0, 0, 4) == encoder.copy(0, 0, 5)
     kept = encoder.copy(0, 0, 5)
     assert kept == encoder.give(0, 0)
-    assert kept is not None
     assert (kept.step, len(kept.data) > 0) == (4, True)
 
 

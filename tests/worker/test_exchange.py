@@ -477,7 +477,6 @@ def test_the_forward_pass_s_order_counts_from_the_end_of_the_backward_pass(
     _hold_version_0(exchange)
     channel: Any = _Sending()
     link = exchange._links.get("s")
-    assert link is not None
     link._up(channel)
     exchange.forward.learn([0, 1, 2])
     _compute(exchange, 0)

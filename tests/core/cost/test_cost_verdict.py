@@ -45,7 +45,6 @@ def test_failures_make_a_job_that_goes_back_nowhere_worth_it() -> None:
     verdict = Judgement.of(candidates_for(work, rough))
     assert verdict.ours
     assert verdict.best.replication == 2
-    assert verdict.other is not None
     assert verdict.other.goodput < 0.9 < verdict.best.goodput
 
 
