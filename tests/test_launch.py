@@ -569,9 +569,7 @@ def over(tmp_path: Path, said: io.StringIO, workers: Sequence[_Worker], members:
     return run
 
 
-def test_a_worker_that_was_given_up_is_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_was_given_up_is_not_waited_for_without_end(tmp_path: Path) -> None:
     """It is paused for good. Another one's script goes on for as long as it likes."""
     with over(tmp_path, io.StringIO(), [_Worker("worker0"), _Worker("worker1")], ["worker1"]) as run:
         left = run._worth_waiting_for(0.0), run._worth_waiting_for(cluster_run._LOST_S)

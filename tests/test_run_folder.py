@@ -306,7 +306,7 @@ def test_a_script_that_this_user_s_own_group_may_write_is_run_again(tmp_path: Pa
     refuse_others_script(of_script(tmp_path, str(script)), "resuming", "give --original")
 
 
-def test_what_runs_is_said_without_its_arguments(tmp_path: Path) -> None:
+def test_what_runs_is_said_without_its_arguments() -> None:
     plan = Launch(worker=("/bin/python", "/home/me/train.py", "--key", "secret"), script="/home/me/train.py")
     assert program_of(plan) == "/home/me/train.py"
     assert program_of(Launch(worker=("/bin/python", "-m", "recipe", "--key", "secret"))) == "/bin/python -m recipe"

@@ -387,7 +387,7 @@ def test_the_best_version_is_kept_and_those_that_are_not_decided_yet(tmp_path: P
     assert keeper.on_disk() == [1, 5, 6], "the best so far; 5 or 6 may be better"
 
 
-def test_a_new_coordinator_adds_the_figures_of_the_best_version_once_more(keeper: Keeper, tmp_path: Path) -> None:
+def test_a_new_coordinator_adds_the_figures_of_the_best_version_once_more(keeper: Keeper) -> None:
     take(SnapshotStore(keeper.url), 7)
     keeper.keeper.do(AddFigures(7, {"loss": 0.5}, version=7))
     assert keeper.find() == SnapshotFound(snapshot_id(7, 1), 7)

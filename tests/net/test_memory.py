@@ -275,7 +275,7 @@ def test_one_side_without_shared_memory_is_enough_to_send_all(monkeypatch: pytes
     assert_nothing_is_lent()
 
 
-def test_only_connections_within_a_host_offer_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_connections_within_a_host_offer_it() -> None:
     near, far, stack = upgraded(TcpTransport(), "127.0.0.1:0")
     with stack:
         assert near.offers == "host/1"  # type: ignore[attr-defined]

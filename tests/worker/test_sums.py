@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,7 +212,7 @@ def test_infinities_and_nans_are_summed_as_numbers_are() -> None:
         assert here.run(script) == [["inf", "nan", "2.0", "nan"]] * 2
 
 
-def test_a_job_of_sums_takes_no_snapshots_where_the_cluster_would(tmp_path: Path) -> None:
+def test_a_job_of_sums_takes_no_snapshots_where_the_cluster_would() -> None:
     with cluster(2, snapshots=True) as here:
         assert here.run(lambda made: all_right(made, (50,), ask_for_all(made, (50,)))) == [True, True]
         assert not here.coordinator._shell.machine.course.terms.snapshots
