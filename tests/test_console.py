@@ -12,19 +12,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rallypoint.core.protocol import (
-    Finished,
-    Members,
-    Message,
-    Metrics,
-    Planned,
-    Say,
-    ScriptAt,
-    Skipped,
-    Snapshotted,
-    StepDone,
-    Waiting,
-)
+from rallypoint.core import protocol
+from rallypoint.core.protocol import Finished, Members, Message, Metrics, Planned, Say, ScriptAt, Snapshotted, StepDone
 from rallypoint.core.view import ViewNumber
 from rallypoint.launch import console
 from rallypoint.launch import console as shown_by
@@ -40,7 +29,7 @@ PLAN = Planned(
 def seen(width: int, *, terminal: bool) -> str:
     said = io.StringIO()
     shown = RunConsole(Console(file=said, width=width, force_terminal=terminal, color_system=None, highlight=False))
-    shown.show(Waiting("waiting for 1 more server and 1 more worker, 5 s so far"))
+    shown.show(protocol.Waiting("waiting for 1 more server and 1 more worker, 5 s so far"))
     shown.show(PLAN)
     shown.show(StepDone(step=825, loss=0.0123, items=64, again=0))
     if shown._progress is not None:
@@ -322,7 +311,7 @@ def _shown(messages: list[Message]) -> str:
     (True, "a contribution to step 0 dropped", "{} contributions dropped"),
 ])  # fmt: skip
 def test_of_many_skipped_steps_few_lines_tell_and_the_summary_says_how_many(alone: bool, first: str, rest: str) -> None:
-    skipped = [Skipped(step, (0, 1), alone=alone) for step in range(123)]
+    skipped = [protocol.Skipped(step, (0, 1), alone=alone) for step in range(123)]
     lines = [line for line in _shown([_planned(0), *skipped, *_steps(0, 10)]).splitlines() if "not finite" in line]
     assert len(lines) == 4
     assert lines[0] == f"{first}: the loss of replicas 0 and 1 is not finite"
@@ -331,7 +320,7 @@ def test_of_many_skipped_steps_few_lines_tell_and_the_summary_says_how_many(alon
 
 
 def test_one_skipped_step_is_one() -> None:
-    said = _shown([_planned(0), Skipped(3, ()), *_steps(0, 10)])
+    said = _shown([_planned(0), protocol.Skipped(3, ()), *_steps(0, 10)])
     assert "1 step skipped: a loss or a gradient was not finite" in said
 
 

@@ -23,19 +23,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce
-from rallypoint.core.protocol import (
-    Aborted,
-    Admitted,
-    Capture,
-    Done,
-    Evaluated,
-    Held,
-    NewView,
-    Propose,
-    Resize,
-    Say,
-    Snapshotted,
-)
+from rallypoint.core.protocol import Aborted, Admitted, Capture, Done, Evaluated, Held, NewView, Propose, Resize, Say
 from rallypoint.core.typed import MOST_PUSHES
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.member import ViewReceiver
@@ -122,7 +110,7 @@ class Play:
         ]
         parts = self.say(writer, protocol.Stored(asked[-1].snapshot, {}, dict.fromkeys(SHARDS, ("", 0, 0, ""))))
         (commit,) = (act for act in parts if isinstance(act, acts.CommitSnapshot))
-        return [commit, *self.take(Snapshotted(commit.snapshot, commit.version, 1, 0.1))]
+        return [commit, *self.take(protocol.Snapshotted(commit.snapshot, commit.version, 1, 0.1))]
 
     def report(self, step: int, replica: int, worker: str = "w0") -> list[acts.Act]:
         return self.say(worker, protocol.Report(step, replica, 1.0, 1.0, 4, generation=self.view.generation))

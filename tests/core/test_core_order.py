@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.order import (
-    Items,
-    Permutation,
-    SampleOrder,
-    StreamOrder,
-    derive_seed,
-    stream_looks_ahead,
-    stream_reads,
-    stream_unread,
-)
+from rallypoint.core import order as orders
+from rallypoint.core.order import Items, Permutation, SampleOrder, StreamOrder, derive_seed, stream_reads, stream_unread
 from rallypoint.core.view import assign_replicas
 
 _KEYS = st.integers(0, 2**63 - 1)
@@ -201,8 +193,8 @@ def test_parts_and_replicas_have_to_divide_each_other() -> None:
 
 
 def test_nobody_looks_for_the_end_without_passes_nor_at_the_last_step() -> None:
-    assert [stream_looks_ahead(2, step, 4) for step in range(4)] == [True, True, True, False]
-    assert not any(stream_looks_ahead(0, step, 4) for step in range(4))
+    assert [orders.stream_looks_ahead(2, step, 4) for step in range(4)] == [True, True, True, False]
+    assert not any(orders.stream_looks_ahead(0, step, 4) for step in range(4))
 
 
 def test_what_is_said_at_the_beginning_names_both() -> None:

@@ -17,17 +17,7 @@ from rallypoint.core.policy import Verdict as Admission
 from rallypoint.core.shard import effects as fx
 from rallypoint.core.shard import events
 from rallypoint.core.shard.effects import Acknowledge, Apply, CaptureShard, Drop, Effect, Fill, Finish, Publish, Take
-from rallypoint.core.shard.events import (
-    Acked,
-    Assigned,
-    Chosen,
-    Contribute,
-    Decide,
-    Event,
-    FillBackup,
-    Initialise,
-    Loaded,
-)
+from rallypoint.core.shard.events import Acked, Assigned, Contribute, Decide, Event, FillBackup, Initialise, Loaded
 from rallypoint.core.shard.machine import ShardMachine
 
 
@@ -363,7 +353,7 @@ class Pair:
         self._count(effects)
         for effect in effects:
             match effect:
-                case Chosen():
+                case events.Chosen():
                     self.down.append(effect)
                 case Finish():
                     self.measured.append(tuple(c.replica for c in self.primary._sum.contributions))

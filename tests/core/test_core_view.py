@@ -10,25 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core.view import (
-    Assignment,
-    Entries,
-    Lease,
-    Member,
-    Moved,
-    Reassigned,
-    StandingOrders,
-    View,
-    ViewDifference,
-    ViewNumber,
-    WrongBase,
-    apply,
-    assign_replicas,
-    canonical,
-    difference,
-    digest_of,
-    reassign_orphans,
-)
+from rallypoint.core import view as views
+from rallypoint.core.view import Assignment, Entries, Member, Reassigned, View, ViewNumber, assign_replicas, canonical
 
 
 def _workers(count: int) -> list[str]:
@@ -87,7 +70,7 @@ def test_patched_hands_hold_every_replica_once_and_survivors_keep_theirs(
     assigned: dict[str, tuple[int, ...]], here: set[int], data: st.DataObject
 ) -> None:
     workers = data.draw(st.permutations([f"w{i}" for i in sorted(here)]))
-    patched = reassign_orphans(assigned, workers)
+    patched = views.reassign_orphans(assigned, workers)
     assert list(patched) == workers
     assert sorted(r for own in patched.values() for r in own) == sorted(r for own in assigned.values() for r in own)
     assert all(list(own) == sorted(own) for own in patched.values())
@@ -99,23 +82,23 @@ def test_patched_hands_hold_every_replica_once_and_survivors_keep_theirs(
 def test_when_nobody_is_gone_patching_changes_nothing(assigned: dict[str, tuple[int, ...]],
     data: st.DataObject) -> None:
     workers = data.draw(st.permutations([*assigned, "newcomer"]))
-    assert reassign_orphans(assigned, workers) == {worker: assigned.get(worker, ()) for worker in workers}
+    assert views.reassign_orphans(assigned, workers) == {worker: assigned.get(worker, ()) for worker in workers}
 
 
 def test_an_idle_worker_takes_all_replicas_of_one_that_is_gone() -> None:
     assigned = {"a": (0, 3), "b": (1, 4), "c": (2, 5), "idle": ()}
-    assert reassign_orphans(assigned, ["a", "c", "idle"]) == {"a": (0, 3), "c": (2, 5), "idle": (1, 4)}
+    assert views.reassign_orphans(assigned, ["a", "c", "idle"]) == {"a": (0, 3), "c": (2, 5), "idle": (1, 4)}
 
 
 def test_without_an_idle_worker_each_orphan_goes_to_who_would_finish_it_first() -> None:
     assigned = {"a": (0, 3), "b": (1, 4), "c": (2,)}
-    assert reassign_orphans(assigned, ["a", "c"]) == {"a": (0, 1, 3), "c": (2, 4)}
-    assert reassign_orphans(assigned, ["a", "c"], {"a": 9.0, "c": 1.0}) == {"a": (0, 1, 3, 4), "c": (2,)}
+    assert views.reassign_orphans(assigned, ["a", "c"]) == {"a": (0, 1, 3), "c": (2, 4)}
+    assert views.reassign_orphans(assigned, ["a", "c"], {"a": 9.0, "c": 1.0}) == {"a": (0, 1, 3, 4), "c": (2,)}
 
 
 def test_hands_cannot_be_patched_without_a_worker() -> None:
     with pytest.raises(ValueError, match="no worker"):
-        reassign_orphans({"a": (0,)}, [])
+        views.reassign_orphans({"a": (0,)}, [])
 
 
 # ---- views ----
@@ -208,7 +191,7 @@ VIEWS = st.builds(
     st.dictionaries(_SHARDS, _NUMBERS), contributors=_REPLICAS, aggregators=_MEMBERS,
     aggregator_of=st.dictionaries(_NAMES, _NAMES), speeds=st.dictionaries(_NAMES, st.floats(0.1, 9)),
     orders=st.builds(
-        StandingOrders, lease=st.none() | st.builds(Lease, st.integers(0, 9), _NAMES, st.integers(0, 9)),
+        views.StandingOrders, lease=st.none() | st.builds(views.Lease, st.integers(0, 9), _NAMES, st.integers(0, 9)),
         paused=st.none() | st.integers(0, 9),
     ),
 )  # fmt: skip
@@ -229,13 +212,13 @@ def large(workers: int = 2000, servers: int = 200, **changed: Any) -> View:
     return msgspec.structs.replace(view, **changed)
 
 
-def over_the_wire(change: ViewDifference) -> ViewDifference:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(change), type=ViewDifference)
+def over_the_wire(change: views.ViewDifference) -> views.ViewDifference:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(change), type=views.ViewDifference)
 
 
 @given(VIEWS, VIEWS)
 def test_a_difference_leads_from_any_view_to_any_other(base: View, view: View) -> None:
-    reached = apply(over_the_wire(difference(base, canonical(view))), base)
+    reached = views.apply(over_the_wire(views.difference(base, canonical(view))), base)
     assert reached == view
     assert msgspec.msgpack.encode(reached) == msgspec.msgpack.encode(canonical(view)), "byte for byte: its proof holds"
 
@@ -243,46 +226,46 @@ def test_a_difference_leads_from_any_view_to_any_other(base: View, view: View) -
 @pytest.mark.slow
 @given(VIEWS, VIEWS, VIEWS)
 def test_a_wrong_base_is_found_also_under_the_right_number(base: View, view: View, other: View) -> None:
-    change = difference(base, canonical(view))
+    change = views.difference(base, canonical(view))
     other = msgspec.structs.replace(other, number=base.number)
     try:
-        assert apply(change, other) == view
-    except WrongBase:
+        assert views.apply(change, other) == view
+    except views.WrongBase:
         assert other != base
 
 
 @pytest.mark.slow
 @given(VIEWS, VIEWS, st.integers(0, 1 << 30), st.integers(1, 255))
 def test_a_changed_byte_is_found_or_changes_nothing(base: View, view: View, place: int, bits: int) -> None:
-    data = bytearray(msgspec.msgpack.encode(difference(base, canonical(view))))
+    data = bytearray(msgspec.msgpack.encode(views.difference(base, canonical(view))))
     data[place % len(data)] ^= bits
     try:
-        change = msgspec.msgpack.decode(data, type=ViewDifference)
-        reached = apply(change, base)
-    except (msgspec.DecodeError, UnicodeDecodeError, WrongBase):
+        change = msgspec.msgpack.decode(data, type=views.ViewDifference)
+        reached = views.apply(change, base)
+    except (msgspec.DecodeError, UnicodeDecodeError, views.WrongBase):
         return
     assert reached == view
 
 
 @pytest.mark.parametrize("changed", [
     {"assignments": (Reassigned(0, 7, Entries()),)}, {"assignments": (Reassigned(0, -2, Entries()),)},
-    {"workers": Moved((), ((5, Member("w9", "host")),))}, {"servers": Moved((0,))}, {"digest": bytes(16)},
+    {"workers": views.Moved((), ((5, Member("w9", "host")),))}, {"servers": views.Moved((0,))}, {"digest": bytes(16)},
     {"base": ViewNumber(1, 2)},
 ], ids=["assignment", "negative", "position", "gone", "digest", "base"])  # fmt: skip
 def test_what_does_not_fit_is_an_error_of_its_own(changed: Mapping[str, Any]) -> None:
     base = large(3, 2)
     view = canonical(msgspec.structs.replace(base, number=ViewNumber(1, 2), workers=base.workers[:2]))
-    change = difference(base, view)
-    assert apply(change, base) == view
-    with pytest.raises(WrongBase):
-        apply(msgspec.structs.replace(change, **changed), base)
+    change = views.difference(base, view)
+    assert views.apply(change, base) == view
+    with pytest.raises(views.WrongBase):
+        views.apply(msgspec.structs.replace(change, **changed), base)
 
 
 def test_the_order_of_a_table_does_not_change_the_digest() -> None:
     one = large(3, 2)
     other = msgspec.structs.replace(one, primary=dict(reversed(one.primary.items())))
     assert list(one.primary) != list(other.primary)
-    assert digest_of(canonical(one)) == digest_of(canonical(other))
+    assert views.digest_of(canonical(one)) == views.digest_of(canonical(other))
 
 
 def test_a_death_among_thousands_is_some_hundred_bytes() -> None:
@@ -294,6 +277,6 @@ def test_a_death_among_thousands_is_some_hundred_bytes() -> None:
         base, number=ViewNumber(1, 2), workers=base.workers[:700] + base.workers[701:],
         assignments=(Assignment(0, assigned),), contributors={**base.contributors, "worker-00701": (701, 700)},
     ))  # fmt: skip
-    change = msgspec.msgpack.encode(difference(base, view))
+    change = msgspec.msgpack.encode(views.difference(base, view))
     assert len(change) < 1000
     assert len(msgspec.msgpack.encode(view)) > 200_000

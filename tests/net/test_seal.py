@@ -17,16 +17,7 @@ from rallypoint.errors import CorruptFrame, LinkError, ProtocolError, UsageError
 from rallypoint.net import handshake
 from rallypoint.net.channel import SEALED_BYTES, Opener, Sealer, Secrets
 from rallypoint.net.frames import Header, Kind, pack
-from rallypoint.net.handshake import (
-    ROLES,
-    LinkKeys,
-    dialers_keys,
-    job_secret,
-    role_of,
-    role_token,
-    ticket_for,
-    token_keys,
-)
+from rallypoint.net.handshake import ROLES, LinkKeys, job_secret, role_of, role_token, ticket_for, token_keys
 
 KEYS = LinkKeys(bytes(range(32)), bytes(range(32, 64)))
 WITH_PAYLOAD = sorted(set(Kind) - {
@@ -232,7 +223,7 @@ def test_every_purpose_direction_token_and_greeting_has_a_key_of_its_own() -> No
         keys = token_keys(token, known)
         found += [keys.dialer, keys.listener, keys.session]
         for transcript in (bytes(32), bytes(31) + b"\1"):
-            link = dialers_keys(keys, transcript)
+            link = handshake.dialers_keys(keys, transcript)
             found += [link.sending, link.receiving]
     assert len(set(found)) == len(found)
     assert {len(key) for key in found} == {32}
@@ -248,7 +239,7 @@ def test_every_member_has_a_ticket_of_its_own_for_each_listener() -> None:
 
 def test_keys_are_not_shown() -> None:
     keys = token_keys("a token")
-    link = dialers_keys(keys, bytes(32))
+    link = handshake.dialers_keys(keys, bytes(32))
     for shown in (keys, link):
         for field in dataclasses.fields(shown):
             value = getattr(shown, field.name)
