@@ -70,9 +70,10 @@ def cut_the_link(job: Job, version: int) -> None:
     """What has been sent of this round has to be sent again: returns when that is replica 0's turn."""
     exchange = job._exchange
     assert exchange is not None
-    channel = exchange._links.get("server0")._channel
-    assert channel is not None
-    channel.connection.close()
+    link = exchange._links.get("server0")
+    assert link is not None
+    assert link._channel is not None
+    link._channel.connection.close()
     until(lambda: exchange.next_action() == Compute(version, 0))
 
 
