@@ -12,19 +12,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rallypoint.core.protocol import (
-    Finished,
-    Members,
-    Message,
-    Metrics,
-    Planned,
-    Say,
-    ScriptAt,
-    Skipped,
-    Snapshotted,
-    StepDone,
-    Waiting,
-)
+from rallypoint.core import protocol
+from rallypoint.core.protocol import Finished, Members, Message, Metrics, Planned, Say, ScriptAt, Snapshotted, StepDone
 from rallypoint.core.view import ViewNumber
 from rallypoint.launch import console
 from rallypoint.launch import console as shown_by
@@ -40,7 +29,7 @@ PLAN = Planned(
 def seen(width: int, *, terminal: bool) -> str:
     said = io.StringIO()
     shown = RunConsole(Console(file=said, width=width, force_terminal=terminal, color_system=None, highlight=False))
-    shown.show(Waiting("waiting for 1 more server and 1 more worker, 5 s so far"))
+    shown.show(protocol.Waiting("waiting for 1 more server and 1 more worker, 5 s so far"))
     shown.show(PLAN)
     shown.show(StepDone(step=825, loss=0.0123, items=64, again=0))
     if shown._progress is not None:
@@ -65,7 +54,6 @@ def test_figures_of_evaluations_leave_the_live_line_one_line(name: str) -> None:
     shown.show(Metrics(100, {"val_loss": 0.3817, name: 0.8457}))
     for step in range(2):
         shown.show(StepDone(step=12_345 + step, loss=0.0123, items=4096))
-    assert shown._progress is not None
     shown._progress.refresh()
     live = said.getvalue().splitlines()[-1]
     for whole in ("step 12347/15000", "loss 0.0123", "samples/s", "left"):
@@ -113,7 +101,6 @@ def test_a_store_without_steps_is_shown_no_number_that_nobody_has_given() -> Non
     shown = RunConsole(Console(file=said, width=200, force_terminal=True, color_system=None, highlight=False))
     for message in (store, *done):
         shown.show(message)
-    assert shown._progress is not None
     shown._progress.refresh()
     shown.close()
     assert "step 50" in said.getvalue()
@@ -338,7 +325,7 @@ def _shown(messages: list[Message]) -> str:
     (True, "a contribution to step 0 dropped", "{} contributions dropped"),
 ])  # fmt: skip
 def test_of_many_skipped_steps_few_lines_tell_and_the_summary_says_how_many(alone: bool, first: str, rest: str) -> None:
-    skipped = [Skipped(step, (0, 1), alone=alone) for step in range(123)]
+    skipped = [protocol.Skipped(step, (0, 1), alone=alone) for step in range(123)]
     lines = [line for line in _shown([_planned(0), *skipped, *_steps(0, 10)]).splitlines() if "not finite" in line]
     assert len(lines) == 4
     assert lines[0] == f"{first}: the loss of replicas 0 and 1 is not finite"
@@ -347,7 +334,7 @@ def test_of_many_skipped_steps_few_lines_tell_and_the_summary_says_how_many(alon
 
 
 def test_one_skipped_step_is_one() -> None:
-    said = _shown([_planned(0), Skipped(3, ()), *_steps(0, 10)])
+    said = _shown([_planned(0), protocol.Skipped(3, ()), *_steps(0, 10)])
     assert "1 step skipped: a loss or a gradient was not finite" in said
 
 
@@ -395,7 +382,6 @@ def test_a_terminal_shows_the_sums_so_far() -> None:
     console = shown(said, terminal=True)
     console.show(SUMS)
     console.show(ScriptAt(0, 1234, 6_000_000))
-    assert console._progress is not None
     console._progress.refresh()
     console.close()
     assert "1,234 sums" in said.getvalue()

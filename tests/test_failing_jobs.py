@@ -69,7 +69,6 @@ def train(job: Job, how: str) -> None:
 
 def replicas_of(job: Job) -> tuple[int, ...]:
     exchange = job._exchange
-    assert exchange is not None
     return exchange.view.replicas_of(job.id, LAST)
 
 
@@ -84,5 +83,4 @@ def test_an_error_of_a_script_costs_no_step_that_is_on_its_way(tmp_path: Path, h
         coordinator.join(PATIENCE_S)
         assert coordinator.exitcode == 0, "it waits for what does not come"
     stored = SnapshotStore(str(tmp_path / "snapshots")).latest_usable(print)
-    assert stored is not None
     assert stored.version == LAST + 1

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from rallypoint.launch.access import token_for
 from rallypoint.net.handshake import role_token
+from support.beside import until
 from support.netlab import Host, Netlab
 from support.programs import run_program
 
@@ -86,11 +86,10 @@ class ByHand:
 
     def until(self, name: str, pattern: str) -> None:
         """Wait until this program has printed the pattern."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not re.search(pattern, self.said(name)):
-            assert self.running[name].poll() is None, f"{name} has ended: {self.said(name)}"
-            assert time.monotonic() < deadline, f"{name} printed only {self.said(name)!r}"
-            time.sleep(0.02)
+        until(
+            lambda: bool(re.search(pattern, self.said(name))), lambda: f"{name} printed only {self.said(name)!r}",
+            running=lambda: self.running[name].poll() is None, within=PATIENCE_S, pause=0.02,
+        )  # fmt: skip
 
     def open(self, step: int) -> None:
         """Let workers go on up to this step."""

@@ -88,8 +88,7 @@ def test_who_says_nothing_or_trickles_is_cut_off_and_holds_up_nobody(monkeypatch
                     except OSError:
                         return
 
-            thread = threading.Thread(target=trickle)
-            thread.start()
+            (thread := threading.Thread(target=trickle)).start()
             try:
                 assert get(made.address, "/healthz") == (200, "ok")
                 assert silent.recv(1) == b""  # the end, within the socket's own 20 s

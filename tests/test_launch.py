@@ -39,6 +39,7 @@ from rallypoint.launch.run import ClusterRun
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.files import END_PATIENCE_S
+from support.beside import raising
 from support.beside import until as until_true
 from support.members import script
 from support.programs import Program, run_program
@@ -421,11 +422,7 @@ def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undist
 def test_a_resumed_run_says_what_has_changed_and_runs_it_or_what_it_began_with(tmp_path: Path) -> None:
     (tmp_path / "gate").write_text("5")
     played = Played(tmp_path, GATED)
-
-    def interrupts(run: ClusterRun) -> bool:
-        raise KeyboardInterrupt
-
-    assert played.run(until(at_step(5), interrupts)) == run.INTERRUPTED
+    assert played.run(until(at_step(5), raising(KeyboardInterrupt))) == run.INTERRUPTED
     assert f", the last snapshot: rallypoint resume {played.folder}" in played.said
     played.script.write_text("raise ValueError('edited')\n")
     (tmp_path / "gate").write_text("99")
@@ -483,7 +480,6 @@ def test_ctrl_c_and_a_notice_are_one_sentence(tmp_path: Path, number: signal.Sig
     journal = Journal(str(tmp_path / "run"))
     state = journal.load()
     journal.close()
-    assert state is not None
     assert state.last_word is None, "that scripts were ended is no failure of the job"
 
 
@@ -493,7 +489,6 @@ def test_a_coordinator_that_is_started_by_hand_has_a_token_on_loopback_too(tmp_p
     argv = command("coordinator", "--terms", '{"workers_start": 1}')
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env) as coordinator:
         try:
-            assert coordinator.stdout is not None
             address = coordinator.stdout.readline().rpartition(" ")[2].strip()
             told = coordinator.stdout.readline()
             (file,) = tmp_path.glob("token-*")
@@ -574,9 +569,7 @@ def over(tmp_path: Path, said: io.StringIO, workers: Sequence[_Worker], members:
     return run
 
 
-def test_a_worker_that_was_given_up_is_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_was_given_up_is_not_waited_for_without_end(tmp_path: Path) -> None:
     """It is paused for good. Another one's script goes on for as long as it likes."""
     with over(tmp_path, io.StringIO(), [_Worker("worker0"), _Worker("worker1")], ["worker1"]) as run:
         left = run._worth_waiting_for(0.0), run._worth_waiting_for(cluster_run._LOST_S)
@@ -705,8 +698,7 @@ def test_a_run_in_another_thread_heeds_no_signals() -> None:
         with lifeline.raised(), lifeline.noted() as noted:
             came.append(noted)
 
-    thread = threading.Thread(target=run)
-    thread.start()
+    (thread := threading.Thread(target=run)).start()
     thread.join()
     assert came == [[]]
 

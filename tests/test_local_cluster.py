@@ -53,7 +53,6 @@ signal.pause()
 
 def test_no_process_outlives_a_launcher_that_was_killed() -> None:
     launcher = subprocess.Popen([sys.executable, "-c", CHILD_OF_A_LAUNCHER], stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
     child = psutil.Process(int(launcher.stdout.readline()))
     launcher.send_signal(signal.SIGKILL)
     launcher.communicate()
@@ -78,7 +77,6 @@ def test_what_a_worker_started_before_it_joined_does_not_outlive_a_launcher_that
     """A script that still loads its data holds no lifeline, and no child of a script does."""
     argv = [sys.executable, "-u", "-c", WITHOUT_A_LIFELINE]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
         pids = [int(word) for _ in range(3) for word in launcher.stdout.readline().split()]
         processes = [psutil.Process(pid) for pid in pids]
         launcher.kill()

@@ -62,7 +62,6 @@ def _running(pid: int) -> bool:
 
 
 def _first_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return str(process.stdout.readline())
 
 
@@ -128,7 +127,6 @@ def test_what_takes_a_long_uplink_arrives_later_and_nothing_is_left_of_it(labs_s
             far.kill()
             here.kill()
         delays = lab._delays
-        assert delays is not None
         assert delays.process.poll() is None
     assert delays.process.poll() is not None
     assert not any(labs_suffix in name for name in _namespaces())
@@ -140,7 +138,6 @@ def test_a_process_that_left_its_session_is_killed_too() -> None:
         detached = int(_first_line(process))
         assert os.getsid(detached) == detached
         assert _running(detached)
-    assert process.stdout is not None
     process.stdout.close()
     assert not _running(process.pid)
     assert not _running(detached)

@@ -20,6 +20,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.testing.processes import ClusterProcess, ProcessCluster
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
+from support.beside import until
 from support.netlab import Host, Netlab
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs]
@@ -142,10 +143,7 @@ class LabCluster:
         return [(float(w), int(s)) for w, s in (line.split() for line in lines if line.endswith("\n"))]
 
     def until(self, happened: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not happened():
-            assert time.monotonic() < deadline, f"it has not happened: step {self.steps_begun()}, {self.said()}"
-            time.sleep(0.02)
+        until(happened, lambda: f"step {self.steps_begun()}, {self.said()}", within=PATIENCE_S, pause=0.02)
 
     # ---- the network ----
 

@@ -37,19 +37,7 @@ from rallypoint.launch import folder as folders
 from rallypoint.launch import run
 from rallypoint.launch.commands.resume import going_on_or_anew
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.folder import (
-    TOKEN_FILE,
-    Where,
-    clear,
-    coordinated,
-    locked,
-    new_folder,
-    read_where,
-    refuse_a_finished_run,
-    refuse_an_old_run,
-    token_file,
-    write_where,
-)
+from rallypoint.launch.folder import clear, coordinated, locked, read_where, refuse_a_finished_run, refuse_an_old_run
 from rallypoint.launch.kept_code import keep, refuse_others_script, refuse_others_words
 from rallypoint.launch.observing.replay import replay
 from rallypoint.launch.options import RunOptions
@@ -57,7 +45,7 @@ from rallypoint.launch.plan import Launch, program_of, read_plan, write_plan
 from rallypoint.own_files import OpenFolder, is_alone_in_group
 from rallypoint.store.files import Files, end_threads
 from rallypoint.store.snapshots import SnapshotStore
-from support.beside import Beside
+from support.beside import Beside, raising
 
 sys.path.insert(0, str(Path(__file__).parent / "store"))
 
@@ -125,11 +113,7 @@ def test_a_new_run_s_folder_is_written_by_its_owner_alone(tmp_path: Path) -> Non
 
 def test_a_file_system_without_locks_keeps_no_launcher_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lustre mounted without flock, NFS without lockd: the launcher ended with a traceback."""
-
-    def fails(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", fails)
+    monkeypatch.setattr("fcntl.flock", raising(OSError(errno.ENOSYS, "Function not implemented")))
     with locked(tmp_path / "run"), coordinated(tmp_path / "run"):
         write_plan(Launch(folder=str(tmp_path / "run"), worker=("python",)))
 
@@ -310,7 +294,7 @@ def test_a_script_that_this_user_s_own_group_may_write_is_run_again(tmp_path: Pa
     refuse_others_script(of_script(tmp_path, str(script)), "resuming", "give --original")
 
 
-def test_what_runs_is_said_without_its_arguments(tmp_path: Path) -> None:
+def test_what_runs_is_said_without_its_arguments() -> None:
     plan = Launch(worker=("/bin/python", "/home/me/train.py", "--key", "secret"), script="/home/me/train.py")
     assert program_of(plan) == "/home/me/train.py"
     assert program_of(Launch(worker=("/bin/python", "-m", "recipe", "--key", "secret"))) == "/bin/python -m recipe"
@@ -333,13 +317,13 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path: 
 
     def begin(number: int) -> Path:
         together.wait()
-        return new_folder(tmp_path / "runs")
+        return folders.new_folder(tmp_path / "runs")
 
     with ThreadPoolExecutor(16) as pool:
-        folders = list(pool.map(begin, range(16)))
-    assert len(set(folders)) == 16
-    assert all(folder.is_dir() for folder in folders)
-    for folder in folders:
+        made = list(pool.map(begin, range(16)))
+    assert len(set(made)) == 16
+    assert all(folder.is_dir() for folder in made)
+    for folder in made:
         with locked(folder):
             refuse_an_old_run(folder, str(folder / "snapshots"))
 
@@ -347,7 +331,7 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path: 
 def test_where_no_folder_can_be_made_it_is_said(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     with pytest.raises(UsageError, match="cannot be a run's folder: File exists; choose another --folder"):
-        new_folder(tmp_path / "runs")
+        folders.new_folder(tmp_path / "runs")
 
 
 def test_options_that_cannot_be_used_make_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +366,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, others: tuple[
     with pytest.raises(UsageError, match="nosuch"):
         run.launch(plan, RunConsole(Console(file=io.StringIO())))
     assert (folder / "run.json").exists()  # it was the user's folder
-    made = new_folder(tmp_path / "runs")
+    made = folders.new_folder(tmp_path / "runs")
     with pytest.raises(UsageError, match="nosuch"):
         run.launch(
             msgspec.structs.replace(plan, folder=str(made)), RunConsole(Console(file=io.StringIO())), made=True
@@ -576,7 +560,6 @@ with locked(Path(sys.argv[1])):
 def test_a_second_launcher_is_refused_until_the_first_has_ended_however_it_ended(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
         assert first.stdout.readline() == "held\n"
         with pytest.raises(UsageError, match="a run is under way in"), locked(tmp_path):
             pass
@@ -614,9 +597,9 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_where_a_job_runs_is_for_its_user_only(tmp_path: Path) -> None:
-    write_where(tmp_path, Where("127.0.0.1:1", "secret"))
+    folders.write_where(tmp_path, folders.Where("127.0.0.1:1", "secret"))
     assert (tmp_path / "cluster.json").stat().st_mode & 0o777 == 0o600
-    assert read_where(tmp_path) == Where("127.0.0.1:1", "secret")
+    assert read_where(tmp_path) == folders.Where("127.0.0.1:1", "secret")
     (tmp_path / "cluster.json").write_bytes(msgspec.json.encode({"coordinator": 1}))
     with pytest.raises(DataError, match="no run is under way in"):
         read_where(tmp_path)
@@ -625,14 +608,11 @@ def test_where_a_job_runs_is_for_its_user_only(tmp_path: Path) -> None:
 def test_a_coordinator_by_hand_takes_no_orders_also_where_nobody_can_tell_whether_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def has_no_locks(fd: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
     with coordinated(tmp_path):
         pass
     with pytest.raises(DataError, match="no run is under way in"):
         read_where(tmp_path)
-    monkeypatch.setattr("fcntl.flock", has_no_locks)
+    monkeypatch.setattr("fcntl.flock", raising(OSError(errno.ENOLCK, "No locks available")))
     with pytest.raises(UsageError, match=r"the coordinator in .* was started by hand"):
         read_where(tmp_path)
     write_plan(Launch(worker=("train",), folder=str(tmp_path)))  # a launcher has started it
@@ -709,13 +689,13 @@ def test_a_coordinator_waits_for_one_that_is_about_to_end(tmp_path: Path) -> Non
 
 def test_a_token_file_that_a_killed_process_of_the_same_number_left_is_replaced(tmp_path: Path) -> None:
     """In a container every coordinator has the same process id."""
-    left = tmp_path / TOKEN_FILE.format(os.getpid())
+    left = tmp_path / folders.TOKEN_FILE.format(os.getpid())
     left.write_text("the token from before")
-    with token_file(tmp_path, "a new token"):
+    with folders.token_file(tmp_path, "a new token"):
         assert left.read_text() == "a new token"
         assert left.stat().st_mode & 0o777 == 0o600
     assert not left.exists()
 
 
 def test_a_token_is_in_no_representation() -> None:
-    assert repr(Where("127.0.0.1:4700", "the token")) == "Where('127.0.0.1:4700')"
+    assert repr(folders.Where("127.0.0.1:4700", "the token")) == "Where('127.0.0.1:4700')"

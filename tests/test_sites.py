@@ -18,6 +18,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.testing.processes import ProcessCluster
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
+from support.beside import until
 from support.netlab import Host, Netlab
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs]
@@ -68,10 +69,7 @@ class Sites:
         return [(float(when), int(step)) for when, step in (line.split() for line in lines if line.endswith("\n"))]
 
     def until(self, happened: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not happened():
-            assert time.monotonic() < deadline, [self.begun(site)[-1:] for site in range(SITES)]
-            time.sleep(0.02)
+        until(happened, lambda: [self.begun(site)[-1:] for site in range(SITES)], within=PATIENCE_S, pause=0.02)
 
     def until_step(self, step: int, *sites: int) -> None:
         self.until(lambda: all(any(s >= step for _, s in self.begun(site)) for site in sites))

@@ -146,7 +146,6 @@ class Cluster:
     def kill_everything(self) -> None:
         """Kill the launcher: nothing outlives it."""
         before = self.processes()
-        assert self.launcher is not None
         self.launcher.send_signal(signal.SIGKILL)
         assert self.ended() == -signal.SIGKILL
         assert not [name for name, process in before.items() if alive(process)], "a lifeline was not held"
@@ -221,7 +220,6 @@ class Cluster:
         self.until(lambda: self._is_caught_up(step))
 
     def _is_caught_up(self, step: int) -> bool:
-        assert self.launcher is not None
         assert self.launcher.poll() is None, self.output
         done = [event["step"] for event in self.events("StepDone")]
         return bool(done) and max(done) == step - 1

@@ -1,4 +1,4 @@
-"""A file tells of hosts; a mistake in it is one sentence."""
+"""A file tells of hosts, where a mistake is one sentence; and where the processes of a run listen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rallypoint.core.plan.topology import HostFacts, Topology
 from rallypoint.core.view import Member
 from rallypoint.errors import ConfigError
 from rallypoint.launch.options import RunOptions, read_topology
-from rallypoint.launch.plan import terms_of
+from rallypoint.launch.plan import HERE, Launch, server_arguments, terms_of
 
 TOLD = Topology({"node1": HostFacts("a", 1000.0), "10.0.0.7": HostFacts(link_mbit=500.0)})
 
@@ -66,3 +66,36 @@ def test_a_misspelt_host_is_said_with_the_name_that_is_meant() -> None:
 def test_nothing_is_said_of_hosts_by_name_or_address_that_somebody_is_on() -> None:
     assert Topology({"node1": HostFacts("a"), "10.0.0.7": HostFacts("b")}).nowhere(MEMBERS) == []
     assert Topology().nowhere(MEMBERS) == []
+
+
+# ---- Where the processes of a run listen ----
+
+
+def arguments(bind: str, engine: str, advertise: str = "") -> tuple[str, ...]:
+    return server_arguments(Launch(worker=(), bind=bind, engine=engine, advertise=advertise))
+
+
+@pytest.mark.parametrize(
+    ("bind", "server"),
+    [("127.0.0.1:0", "127.0.0.1:0"), ("10.0.0.7:4700", "10.0.0.7:0"), ("[fd00::7]:4700", "[fd00::7]:0")],
+)
+def test_on_this_machine_servers_listen_at_the_coordinators_host(bind: str, server: str) -> None:
+    assert arguments(bind, "local") == ("--bind", server)
+    assert arguments(bind, "local", "10.0.0.9:4701") == ("--bind", server, "--advertise", "10.0.0.9")
+
+
+@pytest.mark.parametrize(
+    ("bind", "server"),
+    [
+        ("10.0.0.7:4700", "0.0.0.0:0"), ("0.0.0.0:4700", "0.0.0.0:0"), ("node7:0", "0.0.0.0:0"),
+        ("[fd00::7]:4700", "[::]:0"), ("[::]:0", "[::]:0"), (f"{HERE}:4700", f"{HERE}:0"),
+    ],
+)  # fmt: skip
+def test_on_other_machines_each_server_listens_at_its_own_and_advertises_nobody_elses(bind: str, server: str) -> None:
+    assert arguments(bind, "ssh") == ("--bind", server)
+    assert arguments(bind, "ssh", "10.0.0.9:4701") == ("--bind", server)
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1:4700", "[::1]:0", "localhost:0"])
+def test_where_the_coordinator_is_reached_from_its_machine_only_servers_are_too(bind: str) -> None:
+    assert arguments(bind, "ssh")[1] == f"{bind.rpartition(':')[0]}:0"

@@ -184,7 +184,6 @@ def two_groups(rank: int, values: torch.Tensor) -> list[list[float]]:
     given = [values.clone(), values * 100]
     works = [dist.all_reduce(given[n], group=groups[n], async_op=True) for n in ((1, 0) if rank % 2 else (0, 1))]
     for work in works:
-        assert work is not None
         work.wait()
     return [one.tolist() for one in given]
 
@@ -218,7 +217,6 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
         found[str(dtype)] = one.tolist()
     strided = torch.stack([values, values], 1)[:, 0]
     work = dist.all_reduce(strided, async_op=True)
-    assert work is not None
     work.wait()
     found["strided, later"] = strided.tolist()
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), values, (2,))

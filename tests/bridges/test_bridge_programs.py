@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from support.beside import until
 from support.programs import Program, run_program
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -120,11 +121,8 @@ class Killed:
         return (self.folder / "out").read_text()
 
     def until_held(self) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not all(self._at(rank) == "100" for rank in range(2)):
-            assert self.program.poll() is None, self.said()
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.02)
+        running = lambda: self.program.poll() is None  # noqa: E731
+        until(lambda: [self._at(0), self._at(1)] == ["100"] * 2, self.said, running=running, within=PATIENCE_S)
 
     def _at(self, rank: int) -> str:
         file = self.folder / f"at-{rank}"

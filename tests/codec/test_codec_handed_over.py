@@ -140,7 +140,6 @@ def dgc(ratio: float, shard_bytes: int = LARGEST) -> dict[str, Any]:
 def test_what_a_codec_makes_of_the_largest_shard_fits_into_a_frame(settings: dict[str, Any]) -> None:
     words = settings["network.shard_bytes"] // 4
     codec = ShardCodecs(resolve(settings)).of(shard(0, words))
-    assert codec is not None
     unpack(pack(Header(Kind.PUSH, length=codec.bytes_for(words))))
 
 
@@ -167,7 +166,6 @@ def test_powersgd_factors_matrices_and_sends_vectors_raw() -> None:
     codecs = ShardCodecs(resolve({"codec": PowerSGD(rank=4)}))
     for rows, columns in ((64, 64), (32, 128), (64, 64)):
         codec = codecs.of(shard(0, rows * columns, columns))
-        assert codec is not None
         assert codec.bytes_for(rows * columns) == 4 * 4 * (rows + columns)
 
 

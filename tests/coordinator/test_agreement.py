@@ -19,7 +19,6 @@ def test_two_workers_with_other_settings_at_one_step_are_named() -> None:
     assert agreement.difference("w1", report(3, "a")) is None
     assert agreement.difference("w0", report(4, "b")) is None
     why = agreement.difference("w1", report(4, "a"))
-    assert why is not None
     assert why.startswith("w1 and w0 do not have the same settings in own_optimizer or own_schedule by step 4")
     assert "change settings by own_schedule" in why
 
@@ -28,7 +27,6 @@ def test_of_a_script_s_own_loop_it_says_what_to_do_there() -> None:
     agreement = Agreement()
     assert agreement.difference("w0", report(5, "a"), own_loop=True) is None
     said = agreement.difference("w1", report(5, "b"), own_loop=True)
-    assert said is not None
     assert said.startswith("w1 and w0 do not have the same learning rate, or another setting of their optimizers, by s")
     assert "rp.wrap(model, optimizer, schedule=scheduler, ...)" in said
     assert "own_schedule" not in said

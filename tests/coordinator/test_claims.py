@@ -137,19 +137,14 @@ def test_who_was_the_lead_is_heard_when_views_have_forgotten_what_it_was_assigne
 
 
 def test_a_standby_s_report_of_a_step_far_ahead_changes_nothing() -> None:
-    play = Play(workers_max=1)
-    play.begin("w0", "w1")
-    play.steps(0, 3)
+    play = Play(workers_max=1).begin("w0", "w1").steps(0, 3)
     play.report(STEPS - 1, 0, "w1")
     assert play.shell.machine.course.furthest == 2
-    assert play.shell.announcer.tally is not None
     assert play.shell.announcer.tally.missing() == (3, [0, 1])
 
 
 def test_a_report_proves_at_most_one_step_after_what_servers_have_applied() -> None:
-    play = Play()
-    play.begin()
-    play.steps(0, 3)
+    play = Play().begin().steps(0, 3)
     course = play.shell.machine.course
     play.report(STEPS - 1, 0)
     assert course.furthest == 3, "one more than was known"
@@ -162,9 +157,7 @@ def test_a_report_proves_at_most_one_step_after_what_servers_have_applied() -> N
 
 
 def test_reports_of_steps_that_are_not_reached_do_not_name_a_step_that_nobody_computes() -> None:
-    play = Play()
-    play.begin("w0")
-    play.steps(0, 3)
+    play = Play().begin("w0").steps(0, 3)
     tally = play.shell.announcer.tally
     assert tally is not None
     for far in (10**9, STEPS, STEPS - 1):
@@ -176,8 +169,7 @@ def test_reports_of_steps_that_are_not_reached_do_not_name_a_step_that_nobody_co
 
 
 def test_early_reports_complete_their_steps_when_these_are_known() -> None:
-    play = Play()
-    play.begin()
+    play = Play().begin()
     play.say("s0", Applied(0, 2, 0.0, generation=play.view.generation))
     play.steps(0, 5)
     assert [done.step for done in play.logged(StepDone)] == [0, 1]
@@ -196,9 +188,7 @@ def test_of_early_claims_those_furthest_ahead_are_dropped_first() -> None:
 
 
 def test_figures_count_from_who_computes_replica_0_of_versions_that_are_reached() -> None:
-    play = Play(workers_start=2)
-    play.begin("w0", "w1")
-    play.steps(0, 3)
+    play = Play(workers_start=2).begin("w0", "w1").steps(0, 3)
     now, evaluations = play.view.generation, play.shell.evaluations
     lead = play.view.lead(3)
     other = {"w0": "w1", "w1": "w0"}[lead]
@@ -225,8 +215,7 @@ def test_a_server_that_claims_all_shards_stores_only_its_own() -> None:
 
 
 def test_a_snapshot_s_parts_and_failures_count_only_from_who_was_asked() -> None:
-    play = Play(snapshots=True, snapshot_steps=0, snapshot_seconds=0.0)
-    play.begin("w0", "w1")
+    play = Play(snapshots=True, snapshot_steps=0, snapshot_seconds=0.0).begin("w0", "w1")
     (asked,) = {
         a.message.snapshot for a in play.done if isinstance(a, acts.SendMessage) and isinstance(a.message, Capture)
     }
@@ -238,8 +227,7 @@ def test_a_snapshot_s_parts_and_failures_count_only_from_who_was_asked() -> None
 
 
 def test_a_huge_generation_does_not_switch_the_comparison_of_settings_off() -> None:
-    play = Play(workers_start=2)
-    play.begin("w0", "w1")
+    play = Play(workers_start=2).begin("w0", "w1")
     now = play.view.generation
     own = {worker: replicas[0] for worker, replicas in play.view.assigned(0).items()}
     play.say("w1", Report(0, own["w1"], 1.0, 1.0, 4, 0.1, ViewNumber((1 << 32) - 1, 0), "liar"))
@@ -254,8 +242,7 @@ def test_a_huge_generation_does_not_switch_the_comparison_of_settings_off() -> N
 
 def test_a_member_that_never_stops_talking_fills_no_log() -> None:
     """12 MB of sentences a second came into events.jsonl."""
-    play = Play(workers_max=1)
-    play.begin("w0", "w1")
+    play = Play(workers_max=1).begin("w0", "w1")
     for _ in range(1000):
         play.say("w1", Say("x" * 3000))
         play.say("w1", Accounted(0, 0, 0, 0))
@@ -266,8 +253,7 @@ def test_a_member_that_never_stops_talking_fills_no_log() -> None:
 
 
 def test_when_it_may_speak_again_it_is_said_how_much_was_left_out() -> None:
-    play = Play(workers_max=1)
-    play.begin("w0", "w1")
+    play = Play(workers_max=1).begin("w0", "w1")
     for _ in range(1000):
         play.say("w1", Say("x"))
     heard = play.logged(Say).count(Say("x"))
@@ -279,8 +265,7 @@ def test_when_it_may_speak_again_it_is_said_how_much_was_left_out() -> None:
 
 
 def test_members_without_a_part_in_the_job_share_what_they_may_say() -> None:
-    play = Play(workers_max=1)
-    play.begin("w0", *(f"w{n}" for n in range(1, 40)))
+    play = Play(workers_max=1).begin("w0", *(f"w{n}" for n in range(1, 40)))
     for n in range(1, 40):
         for _ in range(50):
             play.say(f"w{n}", Say("x"))
@@ -288,8 +273,7 @@ def test_members_without_a_part_in_the_job_share_what_they_may_say() -> None:
 
 
 def test_a_primary_may_say_of_every_step_that_it_was_skipped() -> None:
-    play = Play()
-    play.begin()
+    play = Play().begin()
     for step in range(30):
         for replica in range(20):
             play.say("s0", Skipped(step, (replica,), play.view.generation))
@@ -312,9 +296,7 @@ def recorded(play: Play) -> list[Any]:
 
 
 def test_digests_count_only_of_the_steps_that_the_job_records() -> None:
-    play = Play(settings={"audit.fingerprints": 2})
-    play.begin()
-    play.steps(0, 5)
+    play = Play(settings={"audit.fingerprints": 2}).begin().steps(0, 5)
     claims: list[tuple[str, Message]] = [
         ("w0", digests_of(play, 2)), ("w0", digests_of(play, 3)), ("s0", held(play, 4)), ("s0", held(play, 1)),
         ("w0", digests_of(play, 4, 2)), ("s0", held(play, 4, 2)),
@@ -325,18 +307,14 @@ def test_digests_count_only_of_the_steps_that_the_job_records() -> None:
 
 
 def test_a_job_that_records_no_digests_takes_none() -> None:
-    play = Play()
-    play.begin()
-    play.steps(0, 5)
+    play = Play().begin().steps(0, 5)
     play.say("w0", digests_of(play, 0))
     play.say("s0", held(play, 2))
     assert recorded(play) == []
 
 
 def test_digests_of_steps_that_are_not_reached_wait_for_these_and_few_of_them_do() -> None:
-    play = Play(settings={"audit.fingerprints": 1})
-    play.begin()
-    play.steps(0, 3)
+    play = Play(settings={"audit.fingerprints": 1}).begin().steps(0, 3)
     for step in reversed(range(STEPS)):
         play.say("w0", digests_of(play, step))
         play.say("s0", held(play, step + 1))

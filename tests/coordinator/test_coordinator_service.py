@@ -41,7 +41,7 @@ from rallypoint.net.transport import InprocTransport
 from rallypoint.store import files
 from rallypoint.store.files import end_threads
 from rallypoint.watch.follow import Log
-from support.beside import until
+from support.beside import raising, until
 
 PATIENCE_S = 60.0
 LONG = 1000.0  # a heartbeat that never comes: nobody is given up for the test's silence
@@ -313,8 +313,7 @@ def test_a_coordinator_that_follows_another_waits_for_its_port_and_the_first_doe
     with pytest.raises(AddressInUse):
         house.open(join_info=JoinInfo(folder=str(tmp_path)))
     assert not caplog.records
-    starting = threading.Thread(target=lambda: house.open(earlier=1))
-    starting.start()
+    (starting := threading.Thread(target=lambda: house.open(earlier=1))).start()
     sentence = "the name coordinator:1 is in use"
     until(lambda: any(sentence in record.getMessage() for record in caplog.records))
     squatter.close()
@@ -338,8 +337,7 @@ def test_a_coordinator_whose_journal_is_of_an_earlier_one_waits_for_its_port_too
     later = CoordinatorService(
         terms=Terms(heartbeat=LONG), bind="coordinator:1", transport=house.transport, join_info=about
     )
-    starting = threading.Thread(target=later.start)
-    starting.start()
+    (starting := threading.Thread(target=later.start)).start()
     until(lambda: any("trying again for 60 s" in record.getMessage() for record in caplog.records))
     squatter.close()
     starting.join(PATIENCE_S)
@@ -371,11 +369,7 @@ def test_a_process_that_comes_under_a_taken_name_after_the_end_hears_of_the_end(
 def test_a_fault_of_its_own_ends_the_job_with_a_sentence(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = house.open()
     server, worker, _ = house.begin()
-
-    def fails(self: ClusterMachine, event: Any) -> list[Any]:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr(ClusterMachine, "handle", fails)
+    monkeypatch.setattr(ClusterMachine, "handle", raising(KeyError("a bug")))
     worker.link.send(protocol.Leaving())
     assert server.next(Aborted) == Aborted("the coordinator failed: KeyError: 'a bug'")
     assert coordinator.wait() == "the coordinator failed: KeyError: 'a bug'"
@@ -464,7 +458,6 @@ def test_a_journal_that_cannot_be_written_ends_a_job_that_has_not_begun(house: H
     )
     assert worker.next(Aborted) == Aborted(reason)
     assert server.next(Aborted) == Aborted(reason)
-    assert before is not None
     assert view.number <= before.number
 
 
@@ -489,8 +482,7 @@ def test_a_disk_that_is_full_at_the_very_end_does_not_lose_the_model(house: Hous
 
 def ends_in_time(coordinator: CoordinatorService) -> bool:
     """Close it; False if that waits for the disk."""
-    closes = threading.Thread(target=coordinator.close)
-    closes.start()
+    (closes := threading.Thread(target=coordinator.close)).start()
     closes.join(PATIENCE_S)
     return not closes.is_alive()
 
@@ -619,7 +611,6 @@ def test_a_coordinator_killed_at_any_moment_of_its_start_leaves_a_journal_to_go_
         assert (machine.view, machine.record) == (view, before.record)
         assert machine.phase is Phase.RUNNING
         state = again._journal.load()
-        assert state is not None
         assert state.epoch > before.epoch
         house.close()
         house.__init__()  # type: ignore[misc]
@@ -667,8 +658,7 @@ def test_a_server_s_account_that_comes_after_the_last_word_is_written_down(house
     server, worker, view = house.begin()
     house.finish(worker, view)
     assert server.next(Finished) == Finished("worker0")
-    closes = threading.Thread(target=coordinator.close)
-    closes.start()
+    (closes := threading.Thread(target=coordinator.close)).start()
     server.link.send(protocol.Accounted(6, 0, 0, 0))
     server.link.close()  # as a server does when the job is over
     closes.join(PATIENCE_S)
@@ -697,8 +687,7 @@ def test_whoever_closes_a_coordinator_waits_for_servers_without_looking_at_the_c
     monkeypatch.setattr(coordinator, "_hear_servers_out", waiting)
     monkeypatch.setattr(service, "time", NoSleep())
     monkeypatch.setattr(service, "_FAREWELL_S", LONG)
-    closes = threading.Thread(target=coordinator.close)
-    closes.start()
+    (closes := threading.Thread(target=coordinator.close)).start()
     assert waits.wait(PATIENCE_S)
     looked.wait(0.1)  # without the mend it looks at once; with it there is nothing to wait for
     server.link.close()

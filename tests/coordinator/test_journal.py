@@ -196,7 +196,6 @@ def test_a_writer_that_is_killed_loses_nothing_that_it_had_saved(tmp_path: Path,
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path), mode], stdout=subprocess.PIPE, text=True, env=os.environ
         )
-        assert writer.stdout is not None
         lines = [writer.stdout.readline() for _ in range(25)]
         writer.send_signal(signal.SIGKILL)
         lines += [line for line in writer.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
@@ -206,7 +205,6 @@ def test_a_writer_that_is_killed_loses_nothing_that_it_had_saved(tmp_path: Path,
         journal = Journal(str(tmp_path))
         after = journal.load()
         journal.close()
-        assert after is not None
         saved = after.incarnations
         assert saved in (int(lines[-1]), int(lines[-1]) + 1), "what was said to be saved is there, at most one more"
         assert after == msgspec.structs.replace(state(), incarnations=saved, furthest=saved)

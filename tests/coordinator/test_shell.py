@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -23,19 +23,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce
-from rallypoint.core.protocol import (
-    Aborted,
-    Admitted,
-    Capture,
-    Done,
-    Evaluated,
-    Held,
-    NewView,
-    Propose,
-    Resize,
-    Say,
-    Snapshotted,
-)
+from rallypoint.core.protocol import Aborted, Admitted, Capture, Done, Evaluated, Held, NewView, Propose, Resize, Say
 from rallypoint.core.typed import MOST_PUSHES
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.member import ViewReceiver
@@ -109,10 +97,11 @@ class Play:
     def say(self, name: str, message: protocol.Message) -> list[acts.Act]:
         return self.take(inbox.Received(name, self.hello(name), message))
 
-    def begin(self, *workers: str) -> None:
+    def begin(self, *workers: str) -> Self:
         self.join("s0", *(workers or ("w0",)))
         for worker in workers or ("w0",):
             self.say(worker, Propose(self.record))
+        return self
 
     def store(self, writer: str = "s0") -> list[acts.Act]:
         """The snapshot that was asked for last is stored by `writer` and committed."""
@@ -121,15 +110,16 @@ class Play:
         ]
         parts = self.say(writer, protocol.Stored(asked[-1].snapshot, {}, dict.fromkeys(SHARDS, ("", 0, 0, ""))))
         (commit,) = (act for act in parts if isinstance(act, acts.CommitSnapshot))
-        return [commit, *self.take(Snapshotted(commit.snapshot, commit.version, 1, 0.1))]
+        return [commit, *self.take(protocol.Snapshotted(commit.snapshot, commit.version, 1, 0.1))]
 
     def report(self, step: int, replica: int, worker: str = "w0") -> list[acts.Act]:
         return self.say(worker, protocol.Report(step, replica, 1.0, 1.0, 4, generation=self.view.generation))
 
-    def steps(self, first: int, last: int) -> None:
+    def steps(self, first: int, last: int) -> Self:
         for step in range(first, last):
             for replica in range(2):
                 self.report(step, replica)
+        return self
 
     def lose_the_server(self) -> None:
         """Its shards are lost: the job goes back to the last snapshot on another one."""
@@ -152,8 +142,7 @@ class Play:
 
 
 def _rolled_back() -> tuple[Play, ViewNumber]:
-    play = Play(snapshots=True, snapshot_steps=10)
-    play.begin()
+    play = Play(snapshots=True, snapshot_steps=10).begin()
     play.store()
     play.steps(0, 10)
     play.store()
@@ -172,8 +161,7 @@ def test_figures_of_a_version_that_was_rolled_back_judge_nothing() -> None:
 
 
 def test_figures_found_before_a_roll_back_are_forgotten_of_the_steps_that_are_computed_again() -> None:
-    play = Play(snapshots=True, snapshot_steps=10)
-    play.begin()
+    play = Play(snapshots=True, snapshot_steps=10).begin()
     play.store()
     play.steps(0, 15)
     for step in (5, 10, 15):
@@ -187,8 +175,7 @@ def test_figures_found_before_a_roll_back_are_forgotten_of_the_steps_that_are_co
 
 
 def test_a_snapshot_gets_the_figures_of_its_own_version_from_all_evaluations_of_it() -> None:
-    play = Play(snapshots=True, snapshot_steps=10)
-    play.begin()
+    play = Play(snapshots=True, snapshot_steps=10).begin()
     play.store()
     play.steps(0, 10)
     play.take(inbox.Ticked())
@@ -206,8 +193,7 @@ def test_a_run_that_gets_more_steps_decides_as_one_that_had_them_from_the_start(
     """Whether the last version was evaluated before it was stored, or after: the job ends there, so what follows counts
     from no version of it."""
     rule = {"evaluation.plateau": ReduceOnPlateau("loss", patience=0)}
-    play = Play(settings={**rule, "steps": 4}, snapshots=True)
-    play.begin()
+    play = Play(settings={**rule, "steps": 4}, snapshots=True).begin()
     play.say("w0", protocol.Evaluates((2,)))
     play.store()
     play.steps(0, 2)
@@ -222,17 +208,14 @@ def test_a_run_that_gets_more_steps_decides_as_one_that_had_them_from_the_start(
 
     settings = {**rule, "steps": 8}
     resumed = Resumed(record(**settings), commit.snapshot, 4, None, commit.decided.going_on())
-    again = Play(settings=settings, resume=resumed)
-    again.begin()
+    again = Play(settings=settings, resume=resumed).begin()
     again.say("w0", protocol.Evaluates((2,)))
     again.say("w0", Evaluated(4, again.view.generation, {"loss": 1.0}))
     assert again.view.orders.reductions == (6,)
 
 
 def test_figures_that_come_after_their_snapshot_are_sent_after_it() -> None:
-    play = Play()
-    play.begin()
-    play.steps(0, 3)
+    play = Play().begin().steps(0, 3)
     play.say("w0", Evaluated(3, play.view.generation, {"loss": 1.0}))
     said = play.say("w0", Evaluated(3, play.view.generation, {"accuracy": 0.5}))
     assert acts.AddFigures(3, {"loss": 1.0, "accuracy": 0.5}) in said
@@ -241,9 +224,7 @@ def test_figures_that_come_after_their_snapshot_are_sent_after_it() -> None:
 @pytest.mark.parametrize("loss", [1.0, float("nan")])
 def test_figures_that_are_said_again_count_once(loss: float) -> None:
     """A worker repeats them when its link has been broken."""
-    play = Play()
-    play.begin()
-    play.steps(0, 3)
+    play = Play().begin().steps(0, 3)
     figures = Evaluated(3, play.view.generation, {"loss": loss, "accuracy": 0.5})
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(figures), type=Evaluated)
     assert any(isinstance(act, acts.AddFigures) for act in play.say("w0", figures))
@@ -252,8 +233,7 @@ def test_figures_that_are_said_again_count_once(loss: float) -> None:
 
 
 def test_figures_are_remembered_of_so_many_versions_only() -> None:
-    play = Play(settings={"steps": 1000})
-    play.begin()
+    play = Play(settings={"steps": 1000}).begin()
     for step in range(1000):
         play.report(step, 0)
         play.say("w0", Evaluated(step, play.view.generation, {"loss": 1.0}))
@@ -355,8 +335,7 @@ def test_a_launcher_that_connects_when_the_job_is_over_hears_how_that_came() -> 
 
 
 def test_the_plan_says_how_many_items_a_step_uses_and_how_many_steps_are_behind_the_job() -> None:
-    play = Play()
-    play.begin()
+    play = Play().begin()
     (plan,) = play.logged(protocol.Planned)
     assert (plan.items, plan.done) == (2 * 4, 0)
     play.steps(0, 3)
@@ -371,8 +350,7 @@ def test_workers_without_a_replica_are_told_about_once_with_what_to_do() -> None
         ]
         return [text for text in said if "nothing" in text]
 
-    play = Play(workers_start=4, workers_max=4)
-    play.begin("w0", "w1", "w2", "w3")
+    play = Play(workers_start=4, workers_max=4).begin("w0", "w1", "w2", "w3")
     assert idle(play) == [
         "w2, w3 compute nothing: the job has 2 replicas, and each is computed by one worker. Use --workers 2, or a new "
         "run with more replicas (their number is fixed for a run)"
@@ -385,15 +363,13 @@ def test_workers_without_a_replica_are_told_about_once_with_what_to_do() -> None
 
 
 def test_a_resumed_job_has_the_steps_of_its_snapshot_behind_it() -> None:
-    play = Play(resume=Resumed(record(), "step-00000010-1", 10))
-    play.begin()
+    play = Play(resume=Resumed(record(), "step-00000010-1", 10)).begin()
     (plan,) = play.logged(protocol.Planned)
     assert (plan.items, plan.done) == (2 * 4, 10)
 
 
 def test_workers_that_fail_because_the_job_has_ended_begin_no_other_end() -> None:
-    play = Play(snapshots=True, settings={"sync": AllReduce()}, workers_start=2)
-    play.begin("w0", "w1")
+    play = Play(snapshots=True, settings={"sync": AllReduce()}, workers_start=2).begin("w0", "w1")
     play.store("w0")
     for replica, worker in enumerate(("w0", "w1")):
         play.say(worker, protocol.Report(0, replica, 1.0, 1.0, 4, 0.1, play.view.generation, f"settings of {worker}"))
@@ -407,8 +383,7 @@ def test_workers_that_fail_because_the_job_has_ended_begin_no_other_end() -> Non
 
 
 def test_with_no_room_for_version_0_it_says_so_computes_and_tries_again() -> None:
-    play = Play(snapshots=True)
-    play.begin()
+    play = Play(snapshots=True).begin()
     assert not play.view.assignments, "nothing is computed before it is known whether version 0 is stored"
     snapshot = play.sent(Capture)[-1].snapshot
     play.say("s0", protocol.NotStored(snapshot, "no space left"))
@@ -421,9 +396,7 @@ def test_with_no_room_for_version_0_it_says_so_computes_and_tries_again() -> Non
 
 
 def test_once_the_journal_knows_that_the_job_has_begun_it_may_fall_behind() -> None:
-    play = Play()
-    play.begin()
-    play.steps(0, STEPS)
+    play = Play().begin().steps(0, STEPS)
     begun = [act.needed for act in play.done if isinstance(act, acts.Save)]
     assert begun
     assert all(begun), "up to the first step"
@@ -439,8 +412,7 @@ def test_once_the_journal_knows_that_the_job_has_begun_it_may_fall_behind() -> N
 
 
 def test_a_job_that_is_ended_from_outside_says_so_once() -> None:
-    play = Play()
-    play.begin()
+    play = Play().begin()
     play.take(Aborted("somebody pulled the plug"))
     play.take(Aborted("again"))
     assert play.sent(Aborted) == [Aborted("somebody pulled the plug")] * 2, "the server and the worker"
@@ -448,8 +420,7 @@ def test_a_job_that_is_ended_from_outside_says_so_once() -> None:
 
 
 def test_the_end_is_told_to_a_member_whose_link_is_broken_just_then_and_it_is_not_the_lead() -> None:
-    play = Play(workers_start=2)
-    play.begin("w0", "w1")
+    play = Play(workers_start=2).begin("w0", "w1")
     for step in range(STEPS):
         for replica, worker in enumerate(("w0", "w1")):
             play.report(step, replica, worker)
@@ -466,9 +437,7 @@ def test_the_end_is_told_to_a_member_whose_link_is_broken_just_then_and_it_is_no
 
 
 def test_the_lead_is_named_even_if_all_workers_are_away_at_the_end() -> None:
-    play = Play()
-    play.begin()
-    play.steps(0, STEPS)
+    play = Play().begin().steps(0, STEPS)
     play.take(inbox.Closed("s0", play.hello("s0"), "its connection broke", inbox.End.LOST))
     play.say("w0", Done(play.view.generation))
     assert play.sent(protocol.Finished) == [protocol.Finished("w0")]
@@ -479,8 +448,7 @@ def test_the_lead_is_named_even_if_all_workers_are_away_at_the_end() -> None:
 def test_an_order_that_comes_after_the_job_s_end_is_refused_and_nobody_hears_that_it_is_followed(
     order: Resize | protocol.StopWanted
 ) -> None:
-    play = Play()
-    play.begin()
+    play = Play().begin()
     play.join("o")
     play.steps(0, STEPS)
     play.say("w0", Done(play.view.generation))
@@ -493,8 +461,7 @@ def test_an_order_that_comes_after_the_job_s_end_is_refused_and_nobody_hears_tha
 
 @pytest.mark.parametrize(("steps", "said"), [(MOST_PUSHES, 0), (500, 500)])
 def test_a_store_without_steps_is_announced_as_one_whose_scripts_decide_when_they_end(steps: int, said: int) -> None:
-    play = Play(settings={"keyed": True, "steps": steps, "batch": 1})
-    play.begin()
+    play = Play(settings={"keyed": True, "steps": steps, "batch": 1}).begin()
     assert [planned.steps for planned in play.logged(protocol.Planned)] == [said]
 
 
@@ -518,8 +485,7 @@ def test_a_flood_of_resizes_is_followed_now_and_then_and_the_newest_counts() -> 
 
 
 def test_processes_that_join_under_ever_new_names_are_let_in_one_after_another() -> None:
-    play = Play()
-    play.begin()
+    play = Play().begin()
     play.join("o")
     for number in range(5000):
         play.join(f"w{number + 1}")
@@ -545,8 +511,7 @@ def test_processes_that_join_under_ever_new_names_are_let_in_one_after_another()
 
 
 def test_a_view_travels_as_a_difference_and_whole_over_a_new_connection() -> None:
-    play = Play(workers_max=3, workers_start=3)
-    play.begin("w0", "w1", "w2")
+    play = Play(workers_max=3, workers_start=3).begin("w0", "w1", "w2")
     assert play.changes == 0, "nobody had a view before"
     play.take(inbox.Closed("w1", play.hello("w1"), "it died"))
     assert (play.changes, len(play.views)) == (3, 7), "to s0, w0 and w2"
@@ -572,8 +537,7 @@ def test_a_server_that_has_handed_its_shards_over_hears_that_it_may_go() -> None
 
 
 def test_what_is_saved_comes_before_what_is_said_about_it() -> None:
-    play = Play()
-    play.begin()
+    play = Play().begin()
     sent = [act.message if isinstance(act, acts.SendMessage) else None for act in play.done]
     published = next(i for i, message in enumerate(sent) if isinstance(message, NewView))
     saved = [act.state for act in play.done[:published] if isinstance(act, acts.Save)]
@@ -667,8 +631,7 @@ def test_a_view_that_only_a_newcomer_was_sent_had_no_effect_and_costs_nothing() 
 
 def test_an_incarnation_that_only_its_member_knows_is_not_given_again() -> None:
     """The journal had no room for w1's joining; it had not proposed yet, so it is in no view."""
-    play = Play(servers=2, replication=2)
-    play.begin("w0")
+    play = Play(servers=2, replication=2).begin("w0")
     play.join("s1")
     play.steps(0, 3)
     journaled = play.shell.machine.state()
@@ -701,8 +664,7 @@ def test_a_member_that_knows_a_view_of_another_coordinator_is_told_of_once_with_
 
 
 def test_a_member_that_comes_back_with_our_own_newest_view_is_no_news() -> None:
-    play = Play()
-    play.begin()
+    play = Play().begin()
     play.join("w0", "s0")
     assert not play.logged(Say)
 
@@ -812,9 +774,7 @@ def test_a_process_that_comes_in_the_place_of_another_waits_until_that_one_is_gi
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_token_holder_does_not_take_the_place_of_a_member_that_is_about_to_come_back(restarted: bool) -> None:
     """He is faster than the member after the coordinator's restart, or after its link broke."""
-    play = Play(heartbeat=6.0)
-    play.begin()
-    play.steps(0, 3)
+    play = Play(heartbeat=6.0).begin().steps(0, 3)
     view = play.view
     after = Play(play.shell.machine.state(), heartbeat=6.0) if restarted else play
     after.incarnations, after.known = dict(play.incarnations), dict(play.known)
@@ -835,8 +795,7 @@ def test_a_token_holder_does_not_take_the_place_of_a_member_that_is_about_to_com
 
 
 def test_who_waits_for_a_name_and_goes_is_forgotten() -> None:
-    play = Play(heartbeat=6.0)
-    play.begin()
+    play = Play(heartbeat=6.0).begin()
     play.take(inbox.Closed("s0", play.hello("s0"), "its connection ended", inbox.End.LOST))
     newcomer = protocol.Hello("server", "s0", "elsewhere", "elsewhere:1", process=b"new")
     play.take(inbox.Opened("newcomer", newcomer))
@@ -852,9 +811,7 @@ def test_who_waits_for_a_name_and_goes_is_forgotten() -> None:
 def test_a_cluster_that_comes_back_under_its_own_names_waits_for_its_ghosts_no_longer_than_a_heartbeat(
     restarted: bool,
 ) -> None:
-    play = Play(heartbeat=6.0)
-    play.begin()
-    play.steps(0, 3)
+    play = Play(heartbeat=6.0).begin().steps(0, 3)
     after = Play(play.shell.machine.state(), heartbeat=6.0) if restarted else play
     for name in () if restarted else ("s0", "w0"):
         after.take(inbox.Closed(name, after.hello(name), "its connection ended", inbox.End.LOST))
@@ -873,8 +830,7 @@ def test_a_cluster_that_comes_back_under_its_own_names_waits_for_its_ghosts_no_l
 
 
 def test_an_end_that_the_shell_decides_is_in_the_journal_before_anybody_hears_of_it() -> None:
-    play = Play()
-    play.begin()
+    play = Play().begin()
     ended = play.take(Aborted("the coordinator was interrupted"))
     saved = [act.state.last_word for act in ended if isinstance(act, acts.Save)]
     assert saved == [Abort("the coordinator was interrupted")]
@@ -883,8 +839,7 @@ def test_an_end_that_the_shell_decides_is_in_the_journal_before_anybody_hears_of
 
 
 def test_who_waits_for_a_name_hears_that_the_job_has_ended() -> None:
-    play = Play(heartbeat=6.0)
-    play.begin()
+    play = Play(heartbeat=6.0).begin()
     play.take(inbox.Closed("w0", play.hello("w0"), "its connection ended", inbox.End.LOST))
     play.take(inbox.Opened("newcomer", protocol.Hello("worker", "w0", "elsewhere", process=b"new")))
     play.take(Aborted("enough"))
@@ -928,8 +883,7 @@ def test_a_member_cannot_claim_a_view_that_no_coordinator_has_published(late: bo
 
 
 def test_a_new_size_is_written_down_before_the_launcher_hears_of_it() -> None:
-    play = Play()
-    play.begin()
+    play = Play().begin()
     play.join("o0")
     done = play.say("o0", Resize(5))
     written = [n for n, act in enumerate(done) if isinstance(act, acts.Save) and act.state.workers_max == 5]
@@ -939,8 +893,7 @@ def test_a_new_size_is_written_down_before_the_launcher_hears_of_it() -> None:
 
 
 def test_a_member_whose_link_breaks_while_a_failing_job_is_stored_is_told_of_the_end() -> None:
-    play = Play(snapshots=True, snapshot_steps=10)
-    play.begin("w0", "w1")
+    play = Play(snapshots=True, snapshot_steps=10).begin("w0", "w1")
     play.store()
     play.report(0, 0, "w0")
     play.report(0, 1, "w1")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from rallypoint.store import files
 from rallypoint.store.files import StoreSilent, end_threads
 from rallypoint.store.manifest import snapshot_id
 from rallypoint.store.snapshots import Retention, SnapshotStore
+from support.beside import Hanging, raising
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 
@@ -77,13 +77,6 @@ def keeper(tmp_path: Path) -> Iterator[Keeper]:
     keeper = Keeper(tmp_path, Retention(keep_last=2))
     yield keeper
     end_threads(keeper.keeper.stop())
-
-
-def broken(error: Exception) -> Callable[..., Any]:
-    def fails(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return fails
 
 
 def test_what_all_servers_have_stored_is_committed_and_found_again(keeper: Keeper) -> None:
@@ -203,7 +196,7 @@ def test_late_metrics_that_cannot_be_stored_do_not_end_the_job(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restart of the coordinator it looks in the store for the snapshot of that version."""
-    monkeypatch.setattr(SnapshotStore, "manifests", broken(StoreSilent("it does not answer")))
+    monkeypatch.setattr(SnapshotStore, "manifests", raising(StoreSilent("it does not answer")))
     keeper.keeper.do(AddFigures(20, {"loss": 0.5}, 10))
     assert keeper.find() == SnapshotFound("")
     assert keeper.said == ["the figures of step 20 could not be stored: it does not answer"]
@@ -233,11 +226,11 @@ def test_a_store_that_fails_is_an_answer_and_never_silence(
 ) -> None:
     name = keeper.store(3)
     with monkeypatch.context() as patch:
-        patch.setattr(SnapshotStore, "commit", broken(error))
+        patch.setattr(SnapshotStore, "commit", raising(error))
         assert keeper.commit(name, 3) == SnapshotLost(name, sentence)
     name = keeper.store(4)
     assert isinstance(keeper.commit(name, 4), Snapshotted), "the next one is none the worse for it"
-    monkeypatch.setattr(SnapshotStore, "retain", broken(error))
+    monkeypatch.setattr(SnapshotStore, "retain", raising(error))
     name = keeper.store(5)
     assert isinstance(keeper.commit(name, 5), Snapshotted), "committed is committed"
     assert keeper.find() == SnapshotFound(name, 5)
@@ -343,7 +336,7 @@ def test_a_store_that_does_not_answer_for_a_moment_is_asked_again(
 def test_a_store_that_stays_silent_ends_the_job_with_what_to_do(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, hasty: None
 ) -> None:
-    monkeypatch.setattr(SnapshotStore, "latest_usable", broken(RuntimeError("the bucket's own exception")))
+    monkeypatch.setattr(SnapshotStore, "latest_usable", raising(RuntimeError("the bucket's own exception")))
     assert keeper.find() == Aborted(
         "the snapshots cannot be read: RuntimeError: the bucket's own exception (4 tries, looking for the newest "
         "snapshot): when it answers again, go on with `rallypoint resume`"
@@ -354,7 +347,7 @@ def test_a_store_that_stays_silent_ends_the_job_with_what_to_do(
 def test_what_no_patience_mends_is_not_tried_again(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, hasty: None, error: Exception
 ) -> None:
-    monkeypatch.setattr(SnapshotStore, "latest_usable", broken(error))
+    monkeypatch.setattr(SnapshotStore, "latest_usable", raising(error))
     assert keeper.find() == Aborted(f"the snapshots cannot be read: {error}")
     assert keeper.said == []
 
@@ -394,7 +387,7 @@ def test_the_best_version_is_kept_and_those_that_are_not_decided_yet(tmp_path: P
     assert keeper.on_disk() == [1, 5, 6], "the best so far; 5 or 6 may be better"
 
 
-def test_a_new_coordinator_adds_the_figures_of_the_best_version_once_more(keeper: Keeper, tmp_path: Path) -> None:
+def test_a_new_coordinator_adds_the_figures_of_the_best_version_once_more(keeper: Keeper) -> None:
     take(SnapshotStore(keeper.url), 7)
     keeper.keeper.do(AddFigures(7, {"loss": 0.5}, version=7))
     assert keeper.find() == SnapshotFound(snapshot_id(7, 1), 7)
@@ -421,23 +414,10 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(files, "END_PATIENCE_S", 0.05)
-    name = keeper.store(3)
-    entered, answers = threading.Event(), threading.Event()
-
-    def hangs(*_: Any) -> None:
-        entered.set()
-        answers.wait()
-
+    name, hangs = keeper.store(3), Hanging()
     monkeypatch.setattr(SnapshotStore, "commit", hangs)
     keeper.keeper.do(CommitSnapshot(name, 3, 3, JOB, {}, ""))
-    assert entered.wait(PATIENCE_S)
-    closes = threading.Thread(target=lambda: end_threads(keeper.keeper.stop()))
-    closes.start()
-    closes.join(PATIENCE_S)
-    ended = not closes.is_alive()
-    answers.set()
-    closes.join(PATIENCE_S)
-    assert ended, "the end of the job waits for the store"
+    hangs.keeps_nobody(lambda: end_threads(keeper.keeper.stop()))
     assert [said.getMessage() for said in caplog.records] == [
         f"given up: the manifest of snapshot {name}. The job is over, and the store has not answered for 0.05 s"
     ]
@@ -455,5 +435,5 @@ def test_a_fault_on_the_keeper_s_thread_ends_the_job_with_a_sentence(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the coordinator would wait for ever for an answer."""
-    monkeypatch.setattr(SnapshotKeeper, "_commit", broken(KeyError("a bug")))
+    monkeypatch.setattr(SnapshotKeeper, "_commit", raising(KeyError("a bug")))
     assert keeper.commit(keeper.store(3), 3) == Aborted("the thread for snapshots failed: KeyError: 'a bug'")

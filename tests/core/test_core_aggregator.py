@@ -8,20 +8,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from rallypoint.core import aggregator as machine
-from rallypoint.core.aggregator import (
-    CUT_OFF_S,
-    AggregatorMachine,
-    AggregatorShell,
-    BlockContribution,
-    DismissWorkers,
-    DropPayload,
-    FetchVersion,
-    FollowServer,
-    GiveVersion,
-    KeepVersion,
-    PushPart,
-    ReleaseVersion,
-)
+from rallypoint.core.aggregator import AggregatorMachine, BlockContribution, DropPayload, GiveVersion, PushPart
 from rallypoint.core.sums import Block, blocks_of, leaf
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 
@@ -52,7 +39,7 @@ def aggregator(
     made.server_up("s0")
     made.server_up("s1")
     for worker in workers if follow is None else follow:
-        assert not any(isinstance(effect, DismissWorkers) for effect in made.followed(worker, 0))
+        assert not any(isinstance(effect, machine.DismissWorkers) for effect in made.followed(worker, 0))
     return made
 
 
@@ -134,7 +121,7 @@ def test_what_was_under_way_to_a_server_is_sent_again() -> None:
     made = aggregator({"w0": (0, 1)})
     assert pushed(push(made, (0, 2))) == [(0, 2)]
     made.server_lost("s0")
-    assert made.server_up("s0") == [FollowServer("s0"), PushPart(SHARD, STEP, Block(0, 2), 2.0, "s0")]
+    assert made.server_up("s0") == [machine.FollowServer("s0"), PushPart(SHARD, STEP, Block(0, 2), 2.0, "s0")]
 
 
 def test_a_shard_that_moves_gets_all_of_its_parts_again() -> None:
@@ -168,7 +155,7 @@ def test_the_next_version_ends_the_step() -> None:
     made = aggregator({"w0": (0, 1)})
     push(made, (0, 2))
     effects = made.arrived(SHARD, STEP + 1, 9)
-    assert effects[:2] == [KeepVersion(SHARD, STEP + 1, 9), machine.Forget(SHARD, STEP, 0)]
+    assert effects[:2] == [machine.KeepVersion(SHARD, STEP + 1, 9), machine.Forget(SHARD, STEP, 0)]
     assert GiveVersion("w0", SHARD, STEP + 1) in effects
     assert push(made, (0, 2), 3) == [DropPayload(3)]  # it is over
     made.server_lost("s0")
@@ -179,11 +166,11 @@ def test_a_server_that_cannot_be_reached_for_long_sends_the_workers_away() -> No
     made = aggregator({"w0": (0, 1)})
     made.tick(10.0)
     made.server_lost("s1")
-    assert made.tick(10.0 + CUT_OFF_S) == []
-    (dismissed,) = made.tick(10.1 + CUT_OFF_S)
-    assert isinstance(dismissed, DismissWorkers)
+    assert made.tick(10.0 + machine.CUT_OFF_S) == []
+    (dismissed,) = made.tick(10.1 + machine.CUT_OFF_S)
+    assert isinstance(dismissed, machine.DismissWorkers)
     assert dismissed.workers == ("w0",)
-    assert isinstance(made.followed("w0", STEP)[0], DismissWorkers)
+    assert isinstance(made.followed("w0", STEP)[0], machine.DismissWorkers)
     made.server_up("s1")
     assert made.followed("w0", STEP) == []
 
@@ -199,18 +186,18 @@ def test_what_workers_ask_for_is_bounded_and_what_no_server_keeps_any_more_is_fo
     assert asked == {7, 8, 9, 10}
     made.arrived(SHARD, 10, 2)  # 7 and 8 never came
     again = made.server_up("s0")
-    assert [effect.version for effect in again if isinstance(effect, FetchVersion)] == [9]
+    assert [effect.version for effect in again if isinstance(effect, machine.FetchVersion)] == [9]
 
 
 def test_two_versions_are_kept_and_each_is_fetched_once() -> None:
     made = aggregator({"w0": (0,), "w1": (1,)})
-    assert made.fetched("w0", SHARD, 7) == [FetchVersion(SHARD, 7, "s0")]
+    assert made.fetched("w0", SHARD, 7) == [machine.FetchVersion(SHARD, 7, "s0")]
     assert made.fetched("w1", SHARD, 7) == []  # asked for already
     effects = made.arrived(SHARD, 7, 1)
     assert {effect.worker for effect in effects if isinstance(effect, GiveVersion) and effect.asked} == {"w0", "w1"}
     assert made.arrived(SHARD, 7, 2) == [DropPayload(2)]
     made.arrived(SHARD, 8, 3)
-    assert ReleaseVersion(SHARD, 7) in made.arrived(SHARD, 9, 4)
+    assert machine.ReleaseVersion(SHARD, 7) in made.arrived(SHARD, 9, 4)
     assert made.fetched("w0", SHARD, 8) == [GiveVersion("w0", SHARD, 8, asked=True)]
     assert made.fetched("w0", SHARD, 7) == []  # too old: newer ones have been sent
 
@@ -227,8 +214,8 @@ def test_a_new_generation_forgets_everything_and_follows_again() -> None:
     made.arrived(SHARD, STEP, 2)
     effects = made.viewed(view_of({"w0": (0, 1), "w1": (2,)}, ["w0", "w1"], count=2, generation=2))
     assert machine.Forget(SHARD, STEP, 0) in effects
-    assert ReleaseVersion(SHARD, STEP) in effects
-    assert effects[-2:] == [FollowServer("s0"), FollowServer("s1")]
+    assert machine.ReleaseVersion(SHARD, STEP) in effects
+    assert effects[-2:] == [machine.FollowServer("s0"), machine.FollowServer("s1")]
     assert pushed(push(made, (0, 2), step=0)) == [(0, 2)]  # nobody follows in it yet
 
 
@@ -236,7 +223,7 @@ def test_a_worker_that_the_view_takes_away_is_sent_away() -> None:
     made = aggregator({"w0": (0, 1), "w1": (2, 3)})
     push(made, (0, 2))
     effects = made.viewed(view_of({"w0": (0, 1), "w1": (2, 3)}, ["w0"], count=2))
-    assert [effect.workers for effect in effects if isinstance(effect, DismissWorkers)] == [("w1",)]
+    assert [effect.workers for effect in effects if isinstance(effect, machine.DismissWorkers)] == [("w1",)]
     assert pushed(effects) == [(0, 2)]
 
 
@@ -260,7 +247,7 @@ class Link:
 
 
 def test_frames_of_an_older_generation_and_of_older_links_do_not_count() -> None:
-    shell: AggregatorShell[Link] = AggregatorShell(AggregatorMachine("a0", [2]))
+    shell: machine.AggregatorShell[Link] = machine.AggregatorShell(AggregatorMachine("a0", [2]))
     shell.adopt(view_of({"w0": (0, 1)}, ["w0"], count=3, generation=3))
     for server in ("s0", "s1"):
         shell.server_up(Member(server, "h"))

@@ -251,7 +251,6 @@ def test_terms_that_the_mode_does_not_support_end_the_job_at_once(terms: dict[st
 def test_stateful_workers_store_a_share_each() -> None:
     job = _running(_terms(snapshots=True), EVERYBODY, RECORD)
     taken = job.machine._snapshots.taking
-    assert taken is not None
     job.play(Captured("w0", taken.id, tuple(SHARDS)))  # the first weights are the bringer's
     generation = job.view.generation
     job.play(Committed(taken.id))
@@ -271,7 +270,6 @@ def test_a_worker_that_evaluates_for_long_stores_its_share_afterwards(ending: bo
     """Its main thread does both. At the end nobody is told to make room, and to press Ctrl-C."""
     job = _running(_terms(snapshots=True, heartbeat=2.0), EVERYBODY, RECORD)
     (first,) = [job.machine._snapshots.taking]
-    assert first is not None
     job.play(Captured("w0", first.id, tuple(SHARDS)), Committed(first.id))
     for step in range(STEPS if ending else 1):
         job.step(step)
@@ -341,15 +339,6 @@ def test_what_others_begin_again_with_is_not_taken_before_the_view_says_so() -> 
     bench.begin_again()
     bench.install(7, whole=True)
     assert bench.machine.step == 7
-
-
-def test_a_mean_that_came_while_the_state_was_copied_is_fetched_then() -> None:
-    bench = _Bench()
-    bench.land(6, whole=True)
-    assert bench.machine.next_action() == InstallAction(6)
-    assert bench.machine.take(bench.machine.next_action())
-    assert [bench.arrive(shard, 7) for shard in range(2)] == [[DropArriving(0)], [DropArriving(1)]]
-    assert bench.handle(Installed()) == [Fetch(0, 7, "s0"), Fetch(1, 7, "s1")]
 
 
 def test_no_version_is_left_out_however_many_there_are() -> None:

@@ -27,19 +27,7 @@ from rallypoint.core.placing.assigner import PAUSE_S, ROUNDS
 from rallypoint.core.placing.pinned import LATE
 from rallypoint.core.placing.view_change import AHEAD
 from rallypoint.core.policy import LocalSteps
-from rallypoint.core.protocol import (
-    Capture,
-    CaughtUp,
-    Disproved,
-    Done,
-    GiveUp,
-    Held,
-    Leaving,
-    Propose,
-    Reached,
-    Say,
-    Unrestored,
-)
+from rallypoint.core.protocol import Capture, CaughtUp, Disproved, Done, GiveUp, Held, Leaving, Propose, Say, Unrestored
 from rallypoint.core.view import Member, View, ViewNumber
 
 STEPS = 20
@@ -121,7 +109,7 @@ class _Job:
         if view is None or (view.orders.handover is None and worker not in view.orders.warming):
             return []
         version = self.machine.course.known if view.orders.handover is None else view.orders.handover
-        return self.play(From(worker, Reached(version, view.generation)))
+        return self.play(From(worker, protocol.Reached(version, view.generation)))
 
     def all_caught_up(self) -> list[Effect]:
         """Every backup has been filled, and every third server."""
@@ -400,7 +388,6 @@ def test_a_proposal_of_somebody_unknown_and_one_made_twice_change_nothing() -> N
 def test_the_disagreement_names_the_first_setting_in_alphabetical_order(keys: list[str], count: int) -> None:
     changed = dict.fromkeys(keys[:count], 77)
     found = disagreement(RECORD, msgspec.structs.replace(RECORD, config={**RECORD.config, **changed}))
-    assert found is not None
     assert found.startswith(f"different settings: {min(changed)} is 77 here, ")
 
 

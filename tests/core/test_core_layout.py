@@ -11,15 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core.layout import (
-    Layout,
-    TensorSpec,
-    build_layout,
-    factors_pay,
-    first_difference,
-    forward_ranks,
-    words_of,
-)
+from rallypoint.core import layout as layouts
+from rallypoint.core.layout import Layout, TensorSpec, build_layout, first_difference, forward_ranks, words_of
 from rallypoint.core.ranks import HeldTensor, RankPiece, TensorBox, check_shared, spread_over
 from rallypoint.errors import ModelError
 
@@ -150,7 +143,6 @@ def test_any_change_of_one_tensor_changes_the_fingerprint_and_is_named(
     ours, theirs = build_layout(specs), build_layout(changed)
     assert ours.fingerprint != theirs.fingerprint
     difference = first_difference(ours, theirs)
-    assert difference is not None
     here, there = difference.split(" here, ")
     assert specs[index].name in here
     assert changed[index].name in there
@@ -237,7 +229,7 @@ def test_a_shard_of_a_matrix_is_whole_rows_of_one_parameter_and_worth_factoring(
         assert rows * columns == shard.words
         assert columns * owner.spec.shape[0] == owner.spec.numel
         assert (shard.start - owner.start) % columns == 0
-        assert factors_pay(rows, columns, ranks[shard.group])
+        assert layouts.factors_pay(rows, columns, ranks[shard.group])
 
 
 @given(_matrices(), _WIDE_CUTS, _RANKS)

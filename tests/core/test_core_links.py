@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import msgspec
 import pytest
@@ -50,13 +51,14 @@ class Cluster:
             if backups and view is self.machine.view:
                 self.run(self.machine.handle(events.From(server, CaughtUp(backups))))
 
-    def start(self, **link_mbit: float) -> None:
+    def start(self, **link_mbit: float) -> Self:
         for server in SERVERS:
             member = Member(server, server, f"{server}:1", link_mbit=link_mbit.get(server, 0.0))
             self.run(self.machine.handle(events.Joined(member, "server")))
         for worker in ("w0", "w1", "w2"):
             self.run(self.machine.handle(events.Joined(Member(worker, worker), "worker")))
             self.run(self.machine.handle(events.From(worker, Propose(self.job.record))))
+        return self
 
     def beats(self, count: int) -> None:
         for _ in range(count):
@@ -70,7 +72,6 @@ class Cluster:
 
     @property
     def load(self) -> dict[str, int]:
-        assert self.machine.view is not None
         return dict(Counter(self.machine.view.primary.values()))
 
     @property
@@ -87,8 +88,7 @@ def spread(load: dict[str, int]) -> list[int]:
 
 
 def test_a_link_that_gets_slower_keeps_its_share_of_the_shards_and_no_more() -> None:
-    job = cluster()
-    job.start()
+    job = cluster().start()
     job.beats(10)
     before = spread(job.load)
     assert max(before) - min(before) <= 2
@@ -103,8 +103,7 @@ def test_a_link_that_gets_slower_keeps_its_share_of_the_shards_and_no_more() -> 
 
 
 def test_without_the_option_nothing_is_moved_by_what_members_say() -> None:
-    job = cluster(msgspec.structs.replace(TERMS, measure_links=False))
-    job.start()
+    job = cluster(msgspec.structs.replace(TERMS, measure_links=False)).start()
     job.links["s3"] = 0.1
     before = job.machine.view
     job.beats(30)
@@ -119,15 +118,13 @@ def test_under_all_reduce_a_shard_stays_where_it_is_because_its_state_is_on_work
     job.beats(10)
     job.links["s3"], before = 0.1, job.load
     job.beats(30)
-    assert job.machine.view is not None
     assert not job.machine.view.backup
     assert job.moves == []
     assert job.load == before
 
 
 def test_links_that_are_idle_most_of_the_time_move_nothing() -> None:
-    job = cluster()
-    job.start()
+    job = cluster().start()
     job.links["s3"], job.busy = 0.1, 0.1
     job.beats(30)
     assert job.moves == []
@@ -135,8 +132,7 @@ def test_links_that_are_idle_most_of_the_time_move_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_link_that_comes_and_goes_moves_shards_ever_more_rarely() -> None:
-    job = cluster()
-    job.start()
+    job = cluster().start()
     counts = []
     for _ in range(4):
         before = len(job.moves)
@@ -149,16 +145,13 @@ def test_a_link_that_comes_and_goes_moves_shards_ever_more_rarely() -> None:
 
 
 def test_a_coordinator_that_takes_over_keeps_what_was_measured() -> None:
-    job = cluster()
-    job.start()
+    job = cluster().start()
     job.links["s3"] = 0.5
     job.beats(20)
     view = job.machine.view
-    assert view is not None
     assert view.speeds["s3"] == 0.5
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(job.machine.state()), type=ClusterState)
     after = cluster(recovered=state)
-    assert after.machine.view is not None
     assert after.machine.view.speeds == view.speeds
     for member in (*view.servers, *view.workers):
         after.run(after.machine.handle(events.Joined(member, "server" if member in view.servers else "worker")))
@@ -167,8 +160,7 @@ def test_a_coordinator_that_takes_over_keeps_what_was_measured() -> None:
 
 
 def test_what_is_told_counts_from_the_first_view_on() -> None:
-    job = cluster()
-    job.start(s0=100.0, s1=100.0, s2=100.0, s3=50.0)
+    job = cluster().start(s0=100.0, s1=100.0, s2=100.0, s3=50.0)
     assert spread(job.load) == [20, 20, 20, 10]
 
 
@@ -178,38 +170,31 @@ def test_a_file_tells_of_hosts_by_name_and_by_address_and_a_members_own_word_cou
     assert topology.told(Member("x", "s3")).near == "left"
     told = topology.told(Member("x", "else", "10.0.0.7:4700", near="right"))
     assert (told.near, told.link_mbit) == ("right", 50.0)
-    job = cluster(msgspec.structs.replace(TERMS, topology=topology))
-    job.start(s0=100.0, s1=100.0, s2=100.0)
+    job = cluster(msgspec.structs.replace(TERMS, topology=topology)).start(s0=100.0, s1=100.0, s2=100.0)
     assert spread(job.load) == [20, 20, 20, 10]
 
 
 def test_backups_are_in_the_other_rack_that_a_file_tells_of() -> None:
     hosts = {server: HostFacts(rack="left" if server in ("s0", "s1") else "right") for server in SERVERS}
-    job = cluster(msgspec.structs.replace(TERMS, topology=Topology(hosts), replication=2))
-    job.start()
+    job = cluster(msgspec.structs.replace(TERMS, topology=Topology(hosts), replication=2)).start()
     view = job.machine.view
-    assert view is not None
     assert all(hosts[view.backup[shard]].rack != hosts[home].rack for shard, home in view.primary.items())
 
 
 def test_a_server_that_comes_later_is_taken_for_the_median_one() -> None:
-    job = cluster()
-    job.start()
+    job = cluster().start()
     job.links["s3"] = 0.5
     job.beats(20)
     job.run(job.machine.handle(events.Joined(Member("s4", "s4", "s4:1"), "server")))
-    assert job.machine.view is not None
     assert job.machine.view.speeds["s3"] == 0.5
     assert job.load["s4"] == pytest.approx(70 / 4.5, abs=2)
 
 
 def test_what_was_measured_of_a_server_goes_with_it() -> None:
-    job = cluster(msgspec.structs.replace(TERMS, replication=2))
-    job.start()
+    job = cluster(msgspec.structs.replace(TERMS, replication=2)).start()
     job.links["s3"] = 0.5
     job.beats(20)
     job.run(job.machine.handle(events.Left("s3", "killed")))
-    assert job.machine.view is not None
     assert "s3" not in job.machine.view.speeds
     job.run(job.machine.handle(events.Joined(Member("s3", "s3", "s3:1"), "server")))
     assert job.machine.view.speeds.get("s3", 1.0) == 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -50,10 +50,11 @@ class Cluster:
         self.views += [effect.view for effect in effects if isinstance(effect, PublishView)]
         return effects
 
-    def come(self, name: str) -> None:
+    def come(self, name: str) -> Self:
         self.play(events.Joined(Member(name, name, f"{name}:1"), "server" if name[0] == "s" else "worker"))
         if name[0] == "w":
             self.play(events.From(name, Propose(JOB.record)))
+        return self
 
     def compute(self, step: int) -> None:
         for worker, own in self.view.assigned(step).items():
@@ -93,8 +94,7 @@ class Cluster:
 
 def about_to_move(**given: int) -> Cluster:
     """A third server has come, and has copies of what it is to get."""
-    cluster = Cluster(**given)
-    cluster.come("s2")
+    cluster = Cluster(**given).come("s2")
     cluster.catch_up()
     return cluster
 
@@ -103,8 +103,7 @@ def about_to_move(**given: int) -> Cluster:
 
 
 def test_shards_that_have_caught_up_move_before_a_step_that_nobody_has_begun() -> None:
-    cluster = Cluster(step=5)
-    cluster.come("s2")
+    cluster = Cluster(step=5).come("s2")
     assert cluster.view.orders.handover is None
     cluster.catch_up()
     assert cluster.view.orders.handover == 7
@@ -131,8 +130,7 @@ def test_one_who_does_not_say_it_holds_nobody_up_for_long() -> None:
 
 
 def test_a_server_that_leaves_waits_ten_seconds_for_the_end_of_a_step() -> None:
-    cluster = Cluster(step=5)
-    cluster.come("s2")
+    cluster = Cluster(step=5).come("s2")
     cluster.tick(100.0)
     cluster.catch_up()
     cluster.tick(120.0)
@@ -212,8 +210,7 @@ def test_a_pause_is_the_step_before_which_shards_move() -> None:
 
 
 def test_a_worker_that_joins_gets_replicas_once_it_holds_a_version() -> None:
-    cluster = Cluster(step=5)
-    cluster.come("w2")
+    cluster = Cluster(step=5).come("w2")
     assert cluster.view.orders.warming == ("w2",)
     assert not cluster.view.takes_part("w2", 0)
     cluster.compute(6)
@@ -227,8 +224,7 @@ def test_a_worker_that_joins_gets_replicas_once_it_holds_a_version() -> None:
 
 
 def test_one_that_takes_over_from_a_worker_that_is_gone_gets_its_replicas_at_once() -> None:
-    cluster = Cluster(step=5)
-    cluster.come("w2")
+    cluster = Cluster(step=5).come("w2")
     cluster.play(events.Left("w0", "it was killed"))
     assert cluster.view.orders.warming == ()
     assert cluster.view.takes_part("w2", 6)
@@ -316,8 +312,7 @@ def test_a_step_that_a_later_view_asks_for_again_is_said_again() -> None:
 
 def test_a_third_server_that_a_primary_cannot_reach_is_set_apart() -> None:
     """The primary publishes nothing that it has not acknowledged, once it has acknowledged anything."""
-    cluster = Cluster(step=5, replication=2)
-    cluster.come("s2")
+    cluster = Cluster(step=5, replication=2).come("s2")
     third = cluster.view.incoming
     assert {one.server for one in third.values()} == {"s2"}
     primary = cluster.view.primary[next(iter(third))]
@@ -331,8 +326,7 @@ def test_a_third_server_that_a_primary_cannot_reach_is_set_apart() -> None:
 
 
 def test_a_third_server_that_has_caught_up_is_none_after_a_roll_back() -> None:
-    cluster = Cluster(step=5, replication=2)
-    cluster.come("s2")
+    cluster = Cluster(step=5, replication=2).come("s2")
     for shard, one in dict(cluster.view.incoming).items():
         cluster.play(events.From(cluster.view.primary[shard], CaughtUp({shard: one.paired})))
     cluster.machine.course.views.arrived |= set(cluster.view.incoming)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.order import Permutation, SampleOrder, derive_seed
+from rallypoint.core import order as orders
+from rallypoint.core.order import Items, Permutation, SampleOrder, StreamOrder, derive_seed, stream_reads, stream_unread
 from rallypoint.core.view import assign_replicas
 
 _KEYS = st.integers(0, 2**63 - 1)
@@ -158,3 +159,51 @@ def test_windows_mix_shards_and_differ_between_epochs_and_seeds() -> None:
     assert {s // 10 for s in first[:20]} == {s // 10 for s in first[:9]}, "two shards, mixed"
     assert len({s // 10 for s in first[:20]}) == 2
     assert len({s // 10 for s in first[:50]}) == 5, "the other five are the second replica's"
+
+
+# ---- Which items of a stream a replica reads ----
+
+
+@pytest.mark.parametrize(("parts", "replicas"), [(1, 1), (1, 6), (2, 6), (3, 6), (6, 6), (12, 6), (5, 1), (8, 2)])
+def test_every_item_is_read_once_and_each_part_from_its_beginning_on(parts: int, replicas: int) -> None:
+    order, steps = StreamOrder(parts, replicas=replicas, batch=3), 2 * max(1, parts // replicas)
+    read = [order.items(step, replica) for step in range(steps) for replica in range(replicas)]
+    for part in range(parts):
+        numbers = [n for items in read if items.part == part for n in range(items.first, items.stop)]
+        assert numbers == list(range(steps * replicas * 3 // parts))
+
+
+def test_neighbouring_replicas_share_a_part() -> None:
+    order = StreamOrder(2, replicas=4, batch=8)
+    assert [order.items(5, replica) for replica in range(4)] == [
+        Items(0, 80, 88), Items(0, 88, 96), Items(1, 80, 88), Items(1, 88, 96)
+    ]  # fmt: skip
+
+
+def test_items_have_numbers_in_the_whole_stream() -> None:
+    assert list(StreamOrder(2, replicas=2, batch=3).samples(1, 1)) == [7, 9, 11]
+
+
+def test_parts_and_replicas_have_to_divide_each_other() -> None:
+    with pytest.raises(ValueError, match="4 parts for 6 replicas"):
+        StreamOrder(4, replicas=6, batch=1)
+
+
+# ---- A stream's passes and the job's steps: whichever is over first ends the job ----
+
+
+def test_nobody_looks_for_the_end_without_passes_nor_at_the_last_step() -> None:
+    assert [orders.stream_looks_ahead(2, step, 4) for step in range(4)] == [True, True, True, False]
+    assert not any(orders.stream_looks_ahead(0, step, 4) for step in range(4))
+
+
+def test_what_is_said_at_the_beginning_names_both() -> None:
+    assert stream_reads(3, 1000, given=True) == "the stream is read passes=3 times, for 1000 steps at most"
+    assert stream_reads(3, 1000, given=False).endswith(" (steps= is not given)")
+    assert stream_reads(0, 1000, given=True) == ""
+
+
+def test_at_the_end_nothing_is_claimed_that_nobody_knows() -> None:
+    """The stream may end with the last step too: nobody has looked."""
+    assert stream_unread(3, 8).startswith("the job's 8 steps are over, and its stream, with passes=3, may not be")
+    assert stream_unread(0, 8) == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from slot_bench import AlignedBench, view_of
 
@@ -35,13 +35,14 @@ class _Bench(AlignedBench):
         assert self.machine.next_action() == Compute(1, 0)
         self.compute()
 
-    def begin_early(self) -> None:
+    def begin_early(self) -> Self:
         action = self.machine.next_action()
         assert action == Compute(2, 0)
         assert self.machine.take(action)
         self.machine.validate()
         assert self.machine.early
         assert self.machine.reads == 2
+        return self
 
     def swap(self, *shards: int) -> list[int]:
         assert self.machine.here(shards)
@@ -51,8 +52,7 @@ class _Bench(AlignedBench):
 
 
 def test_a_step_begins_while_its_version_arrives_and_takes_gradients_once_it_is_whole() -> None:
-    bench = _Bench()
-    bench.begin_early()
+    bench = _Bench().begin_early()
     assert not bench.machine.here([3])
     bench.land(2, [3])
     assert bench.swap(3) == [3]
@@ -96,8 +96,7 @@ def test_a_forward_pass_that_began_early_gives_way_to_work_of_the_step_before() 
         [LinkLost("s0"), LinkUp("s0")],
         [LinkLost("s1"), Viewed(_view(count=2, homes=["s0"] * SHARDS))],  # server b has died
     ):
-        bench = _Bench()
-        bench.begin_early()
+        bench = _Bench().begin_early()
         bench.land(2, [1])
         bench.swap(1)
         for event in cause:
@@ -112,8 +111,7 @@ def test_a_forward_pass_that_began_early_gives_way_to_work_of_the_step_before() 
 
 
 def test_a_forward_pass_goes_on_when_nothing_is_wanted_of_the_step_before() -> None:
-    bench = _Bench()
-    bench.begin_early()
+    bench = _Bench().begin_early()
     bench.land(2, [0, 2])
     bench.handle(LinkLost("s0"))  # it has had all contributions to these: they are at version 2
     bench.handle(LinkUp("s0"))
@@ -123,8 +121,7 @@ def test_a_forward_pass_goes_on_when_nothing_is_wanted_of_the_step_before() -> N
 
 
 def test_a_lost_link_takes_no_shard_back_that_the_model_has() -> None:
-    bench = _Bench()
-    bench.begin_early()
+    bench = _Bench().begin_early()
     bench.land(2, [0])
     bench.swap(0)
     assert bench.arrive(2, 2)[0] == Land(2)
@@ -134,8 +131,7 @@ def test_a_lost_link_takes_no_shard_back_that_the_model_has() -> None:
 
 
 def test_a_forward_pass_is_given_up_when_its_replica_moves_to_another_worker() -> None:
-    bench = _Bench()
-    bench.begin_early()
+    bench = _Bench().begin_early()
     bench.handle(Viewed(_view(count=2, later=[Assignment(2, {"other": (0, 1)})])))
     assert bench.machine.rewound
     bench.handle(ReplicaAbandoned())
@@ -143,8 +139,7 @@ def test_a_forward_pass_is_given_up_when_its_replica_moves_to_another_worker() -
 
 
 def test_a_forward_pass_is_given_up_when_every_shard_is_past_it() -> None:
-    bench = _Bench()
-    bench.begin_early()
+    bench = _Bench().begin_early()
     bench.land(2, [0])
     bench.swap(0)
     for shard in range(SHARDS):
@@ -157,8 +152,7 @@ def test_a_forward_pass_is_given_up_when_every_shard_is_past_it() -> None:
 
 
 def test_a_new_generation_waits_for_the_slots_that_the_main_thread_swaps() -> None:
-    bench = _Bench()
-    bench.begin_early()
+    bench = _Bench().begin_early()
     bench.land(2, [0, 1])
     bench.swap(0)
     bench.handle(Viewed(_view(count=2, generation=2, origin="snapshot")))
@@ -173,8 +167,7 @@ def test_a_new_generation_waits_for_the_slots_that_the_main_thread_swaps() -> No
 
 
 def test_a_stale_install_changes_nothing_after_a_new_generation() -> None:
-    bench = _Bench()
-    bench.begin_early()
+    bench = _Bench().begin_early()
     bench.land(2)
     bench.swap(*range(SHARDS))
     bench.handle(Viewed(_view(count=2, generation=2, origin="snapshot")))
@@ -184,8 +177,7 @@ def test_a_stale_install_changes_nothing_after_a_new_generation() -> None:
 
 
 def test_a_worker_that_fails_in_an_early_forward_pass_has_sent_all_of_the_step_before() -> None:
-    bench = _Bench()
-    bench.begin_early()
+    bench = _Bench().begin_early()
     locked = SimpleNamespace(changed=threading.Condition(), shell=SimpleNamespace(machine=bench.machine))
     locked.shell.view = bench.machine.view
     said = JobEnd(cast(LockedShell, locked)).given_up("why")

@@ -121,7 +121,6 @@ def test_the_memory_is_the_logarithm_of_the_block() -> None:
     most = 0
     for replica in range(64):
         part = presum.part(SHARD, replica)
-        assert part is not None
         kept -= set(part.merges)
         if part.keep:
             kept.add(part.block.start)

@@ -13,24 +13,7 @@ from rallypoint.core import protocol as m
 from rallypoint.core.decisions import StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.protocol import (
-    AuditFound,
-    Contributed,
-    Drain,
-    Evaluated,
-    Evaluates,
-    GpuSample,
-    LinkSample,
-    Ordered,
-    Pause,
-    Reached,
-    Sampled,
-    ScriptAt,
-    StopWanted,
-    Unrestored,
-    Updated,
-    ViewChange,
-)
+from rallypoint.core.protocol import Drain, Evaluated, Evaluates, Ordered, Pause, Reached, Sampled, ScriptAt, Updated
 from rallypoint.core.typed import LONGEST_NAME, LONGEST_TEXT
 from rallypoint.core.view import Assignment, EarlyEnd, Member, StandingOrders, View, ViewNumber, canonical, difference
 from rallypoint.errors import ProtocolError
@@ -58,7 +41,7 @@ EXAMPLES: list[m.Message] = [
     m.Stop(7, "enough", 6, ViewNumber(2, 1)),
     m.Done(ViewNumber(2, 1)), m.GiveUp("tired"), m.Admitted(7, b"\1" * 32), m.Prepare(RECORD),
     m.NewView(VIEW, {"s0": b"\2" * 32}, b"\3" * 32),
-    ViewChange(difference(VIEW, canonical(msgspec.structs.replace(VIEW, workers=(), uploader=""))), {}, b"\3" * 32),
+    m.ViewChange(difference(VIEW, canonical(msgspec.structs.replace(VIEW, workers=(), uploader=""))), {}, b"\3" * 32),
     m.Assist(3, 1),
     m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),
     ScriptAt(1, 20, 4000, ended=True, worker="w1"),
@@ -66,12 +49,12 @@ EXAMPLES: list[m.Message] = [
     m.Knows(VIEW, b"\4" * 32), m.Held("here"), m.Release(),
     Evaluates((3, 70), (StopWhen(metric="loss", patience=3),)),
     Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), Evaluated(7, ViewNumber(2, 1), None),
-    Contributed(7, 1, 0.5, bytes(32), ViewNumber(2, 1)), Updated(8, 3, bytes(16), ViewNumber(2, 1)),
-    AuditFound(7, 1, 3, ("w0", "w2"), ("w1",), ViewNumber(2, 1)),
+    m.Contributed(7, 1, 0.5, bytes(32), ViewNumber(2, 1)), Updated(8, 3, bytes(16), ViewNumber(2, 1)),
+    m.AuditFound(7, 1, 3, ("w0", "w2"), ("w1",), ViewNumber(2, 1)),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
-    Pause(False), StopWanted("enough"), Drain("w0"), m.SnapshotEvery(60.0), Ordered("Pause", "paused", refused=True),
-    Reached(7, ViewNumber(2, 1)), Unrestored("file 0 is damaged", ViewNumber(2, 1)),
-    Sampled(5.0, 0.5, 6, 8, gpus=(GpuSample(0.5, 1, 2),), links={"h:1": LinkSample(0.1, 1.0, 2.0)}),
+    Pause(False), m.StopWanted("enough"), Drain("w0"), m.SnapshotEvery(60.0), Ordered("Pause", "paused", refused=True),
+    Reached(7, ViewNumber(2, 1)), m.Unrestored("file 0 is damaged", ViewNumber(2, 1)),
+    Sampled(5.0, 0.5, 6, 8, gpus=(m.GpuSample(0.5, 1, 2),), links={"h:1": m.LinkSample(0.1, 1.0, 2.0)}),
 ]  # fmt: skip
 JSONISH = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),

@@ -13,21 +13,11 @@ from hypothesis import strategies as st
 
 from rallypoint.config import record_of, resolve
 from rallypoint.config.changes import changed_record
+from rallypoint.core import schedule as schedules
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import AdamW
-from rallypoint.core.schedule import (
-    MOST_RATES,
-    Schedule,
-    Table,
-    constant,
-    cosine,
-    linear,
-    rate_at,
-    scaled_lr,
-    step_decay,
-    tabulated,
-)
+from rallypoint.core.schedule import Schedule, constant, cosine, linear, rate_at, scaled_lr, step_decay, tabulated
 from rallypoint.errors import ConfigError
 
 _PEAKS = st.floats(1e-6, 10.0)
@@ -102,7 +92,7 @@ def test_a_tabulated_function_gives_its_own_values_and_its_last_one_after_them()
 
 
 def test_equal_rates_one_after_another_are_written_once() -> None:
-    assert tabulated(lambda step: 1.0 if step < 1_000 else 0.1, steps=5_000) == Table((0, 1_000), (1.0, 0.1))
+    assert tabulated(lambda step: 1.0 if step < 1_000 else 0.1, steps=5_000) == schedules.Table((0, 1_000), (1.0, 0.1))
 
 
 def test_a_table_is_data_of_the_job_record() -> None:
@@ -140,7 +130,7 @@ def test_the_whole_schedule_may_change_when_a_job_goes_on() -> None:
         (lambda step: -1.0, 3, "the rate of step 0 is -1.0: it must be finite, of at least 0"),
         (lambda step: math.inf if step == 2 else 1.0, 3, "the rate of step 2 is inf"),
         (lambda step: 1.0, 0, "at least one step, and steps is 0"),
-        (lambda step: 1.0 + step, MOST_RATES + 1, "changes more than 65536 times by step 65536"),
+        (lambda step: 1.0 + step, schedules.MOST_RATES + 1, "changes more than 65536 times by step 65536"),
     ],
 )
 def test_a_function_that_gives_no_rates_is_refused(rate_of: Callable[[int], float], steps: int, sentence: str) -> None:

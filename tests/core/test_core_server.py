@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -60,6 +61,13 @@ def _view(
         primary=dict(primary), backup=dict(backup or {}),
         paired={shard: ViewNumber(1, (paired or {}).get(shard, generation)) for shard in backup or {}},
     )  # fmt: skip
+
+
+@dataclass(eq=False)
+class _Line:
+    """A worker's or a server's connection."""
+
+    number: int = 1
 
 
 def _on(effects: list[Effect], kind: type) -> list[tuple[int, Any]]:
@@ -255,13 +263,6 @@ def test_a_primary_that_missed_the_view_in_which_they_parted_has_no_false_caught
     assert server.caught_up == {0: ViewNumber(1, 3), 1: FIRST}
 
 
-def test_a_fill_that_was_under_way_when_they_parted_is_done_again() -> None:
-    server = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}), "s1")
-    effects = server.adopt(_view(3, {0: "s0"}, {0: "s1"}, paired={0: 3}))
-    assert _on(effects, Fill) == [(0, Fill(0))]
-    assert server.caught_up == {}
-
-
 def test_when_a_shard_has_no_backup_any_more_its_fill_makes_room_for_others() -> None:
     primary = dict.fromkeys(range(3), "s0")
     server = _server(_plan(3), _view(1, primary, dict.fromkeys(primary, "s1")), "s1")
@@ -397,17 +398,6 @@ def test_a_shard_whose_server_died_is_measured_by_its_successor() -> None:
     ]  # fmt: skip
 
 
-def test_decisions_of_a_stale_generation_are_forgotten() -> None:
-    server = _server(_plan(2, decides=True), _view(1, {0: "s0", 1: "s1"}), "s1")
-    _step(server, 0, 0, 3.0)
-    _finish(server, server.told(0, [Measure(1, (4.0,))]))
-    view = _view(5, {0: "s0", 1: "s1"}, generation=5, origin="step-0")
-    assert not any(isinstance(effect, Tell) for effect in server.adopt(view))
-    server.handle(0, Loaded(0))
-    effects = _step(server, 0, 0, 3.0)
-    assert [effect for effect in effects if isinstance(effect, StepVerdict)] == []
-
-
 def test_a_verdict_of_a_generation_that_is_over_decides_nothing() -> None:
     """It was in the inbox when all went back to a snapshot: with a quorum the step's sum is another one now."""
     server = _server(_plan(1, decides=True), _view(1, {0: "s0"}))
@@ -422,25 +412,14 @@ def test_a_verdict_of_a_generation_that_is_over_decides_nothing() -> None:
 
 def test_the_link_to_a_peer_s_older_incarnation_does_not_count() -> None:
     """It comes out of the inbox after the view in which another process has that name; it is closed by then."""
-
-    class Wire:
-        number = 0
-
-    shell: ServerShell[Wire] = ServerShell(ServerMachine("s0", _plan(2)))
+    shell: ServerShell[_Line] = ServerShell(ServerMachine("s0", _plan(2)))
     shell.adopt(_view(1, {0: "s0", 1: "s1"}, {0: "s1"}))
     shell.adopt(_view(2, {0: "s0", 1: "s0"}, {0: "s1"}, incarnations={"s0": 1, "s1": 7}, paired={0: 2}))
-    old, new = Wire(), Wire()
+    old, new = _Line(), _Line()
     assert shell.peer_linked(Member("s1", "h", "s1:1", 2), old) == []
     assert shell.peers == {}
     shell.peer_linked(Member("s1", "h", "s1:1", 7), new)
     assert shell.peers == {"s1": new}
-
-
-class _Line:
-    """A worker's connection."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 def test_a_worker_s_new_link_takes_the_place_of_its_old_one_before_that_is_known_to_be_lost() -> None:
@@ -473,26 +452,16 @@ def test_a_link_that_is_older_than_the_known_one_is_not_followed() -> None:
 # ---- proofs of backups ----
 
 
-class _Link:
-    number = 1
-
-
-def _filled() -> tuple[ServerShell[_Link], _Link]:
+def _filled() -> tuple[ServerShell[_Line], _Line]:
     """s0 has sent its shard's state, at version 0, to the backup s1."""
-    shell: ServerShell[_Link] = ServerShell(ServerMachine("s0", _plan(1)))
+    shell: ServerShell[_Line] = ServerShell(ServerMachine("s0", _plan(1)))
     view = _view(1, {0: "s0"}, {0: "s1"})
     shell.adopt(view)
-    link = _Link()
+    link = _Line()
     shell.peer_linked(view.server("s1"), link)
     shell.machine.handle(0, Initialise(1))
     assert shell.fill(0, "s1", 0, b"version 0") is link
     return shell, link
-
-
-def test_a_backup_that_proves_what_it_acknowledges_is_caught_up() -> None:
-    shell, link = _filled()
-    assert shell.acked("s1", link, 0, Acked(0), FIRST, b"version 0") == [On(0, BackupCaughtUp())]
-    assert shell.machine.caught_up
 
 
 @pytest.mark.parametrize("digest", [b"", b"version 1", bytes(16)])
@@ -535,8 +504,8 @@ class _Servers:
     """s0, s1 and s2 with one shard, of which s0 is the primary at first. Frames are told by hand."""
 
     def __init__(self, *, third: bool = False) -> None:
-        self.shells: dict[str, ServerShell[_Link]] = {}
-        self.links: dict[tuple[str, str], _Link] = {}
+        self.shells: dict[str, ServerShell[_Line]] = {}
+        self.links: dict[tuple[str, str], _Line] = {}
         incoming = {0: Incoming("s2", FIRST)} if third else {}
         self.view = msgspec.structs.replace(_view(1, {0: "s0"}, {0: "s1"}), homed={0: FIRST}, incoming=incoming)
         for name in ("s0", "s1", "s2"):
@@ -545,7 +514,7 @@ class _Servers:
         for shell in self.shells.values():
             for other in self.view.servers:
                 if other.id != shell.machine.me:
-                    link = self.links[shell.machine.me, other.id] = _Link()
+                    link = self.links[shell.machine.me, other.id] = _Line()
                     shell.peer_linked(other, link)
 
     def machine(self, name: str) -> ShardMachine:
@@ -564,7 +533,7 @@ class _Servers:
     def fill(self, to: str, version: int) -> None:
         """s0 sends its state at that version, and `to` loads it."""
         self.shells["s0"].fill(0, to, version, f"at {version}".encode())
-        self.shells[to].replicated(_Link(), 0, Loaded(version))
+        self.shells[to].replicated(_Line(), 0, Loaded(version))
 
     def acks(self, who: str, version: int, digest: bytes | None = None, *, by: str = "s0") -> list[Effect]:
         """`who` tells the primary `by` that it has that version."""
@@ -596,7 +565,7 @@ def test_a_demoted_primary_keeps_its_state_and_proves_by_a_digest_that_it_holds_
     assert _on(effects["s1"], Publish) == []  # it publishes nothing that its backup may not have
     assert servers.shells["s1"].machine.caught_up == {0: FIRST}
     servers.shells["s1"].fill(0, "s0", 0, b"at 0")
-    (answer,) = servers.shells["s0"].replicated(_Link(), 0, Compared(0, same=True))
+    (answer,) = servers.shells["s0"].replicated(_Line(), 0, Compared(0, same=True))
     assert isinstance(answer, Answer)
     assert (answer.version, answer.differs) == (0, False)
     assert servers.acks("s0", 0, by="s1") == [On(0, Publish(0))]
@@ -607,7 +576,7 @@ def test_a_demoted_primary_that_holds_something_else_is_filled_and_is_no_liar(di
     servers = _begun()
     servers.adopt(servers.swapped())
     servers.shells["s1"].fill(0, "s0", 0, b"at 0")
-    (answer,) = servers.shells["s0"].replicated(_Link(), 0, Compared(0, same=False))
+    (answer,) = servers.shells["s0"].replicated(_Line(), 0, Compared(0, same=False))
     assert isinstance(answer, Answer)
     assert answer.differs
     assert servers.machine("s0").version == 0  # all that was published is in it: it is kept until it is filled
@@ -616,7 +585,7 @@ def test_a_demoted_primary_that_holds_something_else_is_filled_and_is_no_liar(di
     assert servers.shells["s1"].machine.caught_up == {0: FIRST}
     assert servers.machine("s1").published == -1
     servers.shells["s1"].fill(0, "s0", 0, b"at 0")
-    servers.shells["s0"].replicated(_Link(), 0, Loaded(0))
+    servers.shells["s0"].replicated(_Line(), 0, Loaded(0))
     assert servers.acks("s0", 0, by="s1") == [On(0, Publish(0))]
     assert servers.acks("s0", 0, b"made up", by="s1") == [TellDisproved(0, 0, FIRST)]  # now it is one
 

@@ -30,7 +30,6 @@ class _Bench(SlotBench):
         super().__init__(StreamMachine("me", shards, frozenset(buffers), steps), view or _view(shards, assigned))
 
     def arrive(self, shard: int, replica: int, clock: int, version: int = 0) -> list[Effect]:
-        assert self.machine.view is not None
         return self.handle(slots.Arriving(shard, version, self.machine.view.number, replica, clock))
 
     def land(self, replica: int, clock: int, shards: Sequence[int] | None = None, version: int = 0) -> list[Effect]:
@@ -201,18 +200,6 @@ def test_an_answer_that_comes_too_early_is_asked_for_again_once_the_step_is_over
     assert bench.handle(ReplicaComputed()) == _wants(0, 0)
 
 
-def test_an_answer_may_land_while_other_shards_of_the_step_are_still_computed() -> None:
-    bench = _in_turn(2)
-    bench.begin()
-    bench.send(0)
-    assert bench.arrive(0, 0, 1, version=5) == [Land(0)]
-    assert bench.machine.may_fill(0) is None  # this turn's has been sent
-    bench.handle(slots.Landed(0))
-    bench.fill(1)
-    bench.handle(ReplicaComputed())
-    assert bench.machine.missing == [1]
-
-
 @pytest.mark.parametrize("replica", [3, EVERYTHING])
 def test_a_late_answer_to_what_is_not_wanted_any_more_is_read_and_forgotten(replica: int) -> None:
     bench = _Bench(2)
@@ -284,13 +271,6 @@ def test_a_replica_that_was_finished_on_a_lost_primary_goes_on_where_the_new_one
     assert bench.machine.next_action() == Install(3)
 
 
-def test_a_replica_that_is_finished_on_some_shards_only_is_computed_for_the_others() -> None:
-    bench = _Bench(2, steps=4)
-    bench.land(0, 4, [0])
-    bench.land(0, 3, [1])
-    assert bench.machine.next_action() == Install(3)
-
-
 def test_a_new_assignment_counts_at_once_and_the_step_in_progress_is_ended_first() -> None:
     bench = _in_turn(2, [0])
     bench.begin()
@@ -299,12 +279,6 @@ def test_a_new_assignment_counts_at_once_and_the_step_in_progress_is_ended_first
     assert [send.wants for send in (*bench.fill(0), *bench.fill(1)) if isinstance(send, slots.Send)] == [5, 5]
     bench.handle(ReplicaComputed())
     assert bench.machine.target == 1
-
-
-def test_a_new_assignment_before_the_step_has_begun_to_be_computed_does_not_take_it_away() -> None:
-    bench = _in_turn(2, [0])
-    bench.handle(Viewed(_view(2, [5], count=2)))
-    assert bench.machine.next_action() == Compute(0, 0)
 
 
 def test_a_new_assignment_while_answers_are_awaited_asks_for_what_is_wanted_now() -> None:
@@ -342,13 +316,6 @@ def test_a_worker_from_whom_everything_is_taken_ends_its_step_and_wants_nothing(
 
 
 # ---- waiting for those that are behind ----
-
-
-def test_a_replica_that_has_to_wait_makes_room_for_one_that_is_further_behind() -> None:
-    bench = _Bench(2, [0, 1])
-    assert bench.handle(slots.ToWait(0, 6)) == _wants(1, 0, 1)
-    bench.answer(1, 2)
-    assert bench.machine.next_action() == Compute(2, 1)
 
 
 def test_the_one_that_is_furthest_behind_waits() -> None:
@@ -426,18 +393,6 @@ def test_what_was_wanted_of_a_server_that_was_away_is_wanted_again() -> None:
     assert bench.machine.missing == [2]
     bench.land(0, 0, [2])
     assert bench.machine.next_action() == Install(0)
-
-
-def test_a_contribution_that_was_lost_after_its_step_is_computed_again_because_the_answers_say_so() -> None:
-    bench = _in_turn(2, [0])
-    bench.compute()
-    bench.handle(slots.LinkLost("s1"))
-    assert bench.handle(LinkUp("s1")) == _wants(0, 1)
-    bench.land(0, 1, [0])
-    bench.land(0, 0, [1])
-    assert bench.machine.next_action() == Install(0)
-    bench.installed()
-    assert [(send.shard, send.step) for send in bench.compute()] == [(0, 0), (1, 0)]
 
 
 def test_who_was_done_asks_again_when_its_last_contribution_may_be_lost() -> None:

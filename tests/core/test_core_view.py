@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core.view import Assignment, Member, View, ViewNumber, assign_replicas, reassign_orphans
+from rallypoint.core import view as views
+from rallypoint.core.view import Assignment, Entries, Member, Reassigned, View, ViewNumber, assign_replicas, canonical
 
 
 def _workers(count: int) -> list[str]:
@@ -66,7 +70,7 @@ def test_patched_hands_hold_every_replica_once_and_survivors_keep_theirs(
     assigned: dict[str, tuple[int, ...]], here: set[int], data: st.DataObject
 ) -> None:
     workers = data.draw(st.permutations([f"w{i}" for i in sorted(here)]))
-    patched = reassign_orphans(assigned, workers)
+    patched = views.reassign_orphans(assigned, workers)
     assert list(patched) == workers
     assert sorted(r for own in patched.values() for r in own) == sorted(r for own in assigned.values() for r in own)
     assert all(list(own) == sorted(own) for own in patched.values())
@@ -78,23 +82,23 @@ def test_patched_hands_hold_every_replica_once_and_survivors_keep_theirs(
 def test_when_nobody_is_gone_patching_changes_nothing(assigned: dict[str, tuple[int, ...]],
     data: st.DataObject) -> None:
     workers = data.draw(st.permutations([*assigned, "newcomer"]))
-    assert reassign_orphans(assigned, workers) == {worker: assigned.get(worker, ()) for worker in workers}
+    assert views.reassign_orphans(assigned, workers) == {worker: assigned.get(worker, ()) for worker in workers}
 
 
 def test_an_idle_worker_takes_all_replicas_of_one_that_is_gone() -> None:
     assigned = {"a": (0, 3), "b": (1, 4), "c": (2, 5), "idle": ()}
-    assert reassign_orphans(assigned, ["a", "c", "idle"]) == {"a": (0, 3), "c": (2, 5), "idle": (1, 4)}
+    assert views.reassign_orphans(assigned, ["a", "c", "idle"]) == {"a": (0, 3), "c": (2, 5), "idle": (1, 4)}
 
 
 def test_without_an_idle_worker_each_orphan_goes_to_who_would_finish_it_first() -> None:
     assigned = {"a": (0, 3), "b": (1, 4), "c": (2,)}
-    assert reassign_orphans(assigned, ["a", "c"]) == {"a": (0, 1, 3), "c": (2, 4)}
-    assert reassign_orphans(assigned, ["a", "c"], {"a": 9.0, "c": 1.0}) == {"a": (0, 1, 3, 4), "c": (2,)}
+    assert views.reassign_orphans(assigned, ["a", "c"]) == {"a": (0, 1, 3), "c": (2, 4)}
+    assert views.reassign_orphans(assigned, ["a", "c"], {"a": 9.0, "c": 1.0}) == {"a": (0, 1, 3, 4), "c": (2,)}
 
 
 def test_hands_cannot_be_patched_without_a_worker() -> None:
     with pytest.raises(ValueError, match="no worker"):
-        reassign_orphans({"a": (0,)}, [])
+        views.reassign_orphans({"a": (0,)}, [])
 
 
 # ---- views ----
@@ -168,3 +172,111 @@ def test_a_worker_takes_part_if_it_computes_at_this_step_or_later() -> None:
 def test_while_the_job_waits_for_workers_nobody_computes_or_leads() -> None:
     for view in (_view(assignments=()), _view(assignments=(Assignment(4, {"w0": (0,)}),))):
         assert (dict(view.assigned(3)), view.replicas_of("w0", 3), view.lead(3)) == ({}, (), "")
+
+
+# ---- A view as the difference to an earlier one leads to that view or to an error, never to another view ----
+
+
+_NAMES = st.sampled_from([f"m{number}" for number in range(6)])
+_NUMBERS = st.builds(ViewNumber, st.integers(0, 2), st.integers(0, 9))
+_MEMBERS = st.lists(
+    st.builds(Member, _NAMES, st.just("host"), incarnation=st.integers(1, 3)), max_size=6, unique_by=lambda one: one.id
+).map(tuple)
+_REPLICAS = st.dictionaries(_NAMES, st.lists(st.integers(0, 9), max_size=3).map(tuple))
+_SHARDS = st.integers(0, 9)
+VIEWS = st.builds(
+    View, _NUMBERS, _NUMBERS, _MEMBERS, _MEMBERS,
+    st.lists(st.builds(Assignment, st.integers(0, 20), _REPLICAS), max_size=3).map(tuple),
+    st.dictionaries(_SHARDS, _NAMES), st.dictionaries(_SHARDS, _NAMES), st.dictionaries(_SHARDS, _NUMBERS),
+    st.dictionaries(_SHARDS, _NUMBERS), contributors=_REPLICAS, aggregators=_MEMBERS,
+    aggregator_of=st.dictionaries(_NAMES, _NAMES), speeds=st.dictionaries(_NAMES, st.floats(0.1, 9)),
+    orders=st.builds(
+        views.StandingOrders, lease=st.none() | st.builds(views.Lease, st.integers(0, 9), _NAMES, st.integers(0, 9)),
+        paused=st.none() | st.integers(0, 9),
+    ),
+)  # fmt: skip
+
+
+def large(workers: int = 2000, servers: int = 200, **changed: Any) -> View:
+    """A view in which worker w computes replica w."""
+    names = [f"worker-{number:05}" for number in range(workers)]
+    homes = [f"server-{number:05}" for number in range(servers)]
+    primary = {shard: homes[shard % servers] for shard in range(8 * servers)}
+    number = ViewNumber(1, 1)
+    replicas = {name: (index,) for index, name in enumerate(names)}
+    view = View(
+        number, number, tuple(Member(name, f"host-{name}", "", i) for i, name in enumerate(names, 1)),
+        tuple(Member(name, f"host-{name}", "10.0.0.1:40001", i) for i, name in enumerate(homes, workers + 1)),
+        (Assignment(0, replicas),), primary, homed=dict.fromkeys(primary, number), contributors=replicas,
+    )  # fmt: skip
+    return msgspec.structs.replace(view, **changed)
+
+
+def over_the_wire(change: views.ViewDifference) -> views.ViewDifference:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(change), type=views.ViewDifference)
+
+
+@given(VIEWS, VIEWS)
+def test_a_difference_leads_from_any_view_to_any_other(base: View, view: View) -> None:
+    reached = views.apply(over_the_wire(views.difference(base, canonical(view))), base)
+    assert reached == view
+    assert msgspec.msgpack.encode(reached) == msgspec.msgpack.encode(canonical(view)), "byte for byte: its proof holds"
+
+
+@pytest.mark.slow
+@given(VIEWS, VIEWS, VIEWS)
+def test_a_wrong_base_is_found_also_under_the_right_number(base: View, view: View, other: View) -> None:
+    change = views.difference(base, canonical(view))
+    other = msgspec.structs.replace(other, number=base.number)
+    try:
+        assert views.apply(change, other) == view
+    except views.WrongBase:
+        assert other != base
+
+
+@pytest.mark.slow
+@given(VIEWS, VIEWS, st.integers(0, 1 << 30), st.integers(1, 255))
+def test_a_changed_byte_is_found_or_changes_nothing(base: View, view: View, place: int, bits: int) -> None:
+    data = bytearray(msgspec.msgpack.encode(views.difference(base, canonical(view))))
+    data[place % len(data)] ^= bits
+    try:
+        change = msgspec.msgpack.decode(data, type=views.ViewDifference)
+        reached = views.apply(change, base)
+    except (msgspec.DecodeError, UnicodeDecodeError, views.WrongBase):
+        return
+    assert reached == view
+
+
+@pytest.mark.parametrize("changed", [
+    {"assignments": (Reassigned(0, 7, Entries()),)}, {"assignments": (Reassigned(0, -2, Entries()),)},
+    {"workers": views.Moved((), ((5, Member("w9", "host")),))}, {"servers": views.Moved((0,))}, {"digest": bytes(16)},
+    {"base": ViewNumber(1, 2)},
+], ids=["assignment", "negative", "position", "gone", "digest", "base"])  # fmt: skip
+def test_what_does_not_fit_is_an_error_of_its_own(changed: Mapping[str, Any]) -> None:
+    base = large(3, 2)
+    view = canonical(msgspec.structs.replace(base, number=ViewNumber(1, 2), workers=base.workers[:2]))
+    change = views.difference(base, view)
+    assert views.apply(change, base) == view
+    with pytest.raises(views.WrongBase):
+        views.apply(msgspec.structs.replace(change, **changed), base)
+
+
+def test_the_order_of_a_table_does_not_change_the_digest() -> None:
+    one = large(3, 2)
+    other = msgspec.structs.replace(one, primary=dict(reversed(one.primary.items())))
+    assert list(one.primary) != list(other.primary)
+    assert views.digest_of(canonical(one)) == views.digest_of(canonical(other))
+
+
+def test_a_death_among_thousands_is_some_hundred_bytes() -> None:
+    base = large()
+    assigned = dict(base.assignments[0].replicas)
+    (orphan,) = assigned.pop("worker-00700")
+    assigned["worker-00701"] = (*assigned["worker-00701"], orphan)
+    view = canonical(msgspec.structs.replace(
+        base, number=ViewNumber(1, 2), workers=base.workers[:700] + base.workers[701:],
+        assignments=(Assignment(0, assigned),), contributors={**base.contributors, "worker-00701": (701, 700)},
+    ))  # fmt: skip
+    change = msgspec.msgpack.encode(views.difference(base, view))
+    assert len(change) < 1000
+    assert len(msgspec.msgpack.encode(view)) > 200_000

@@ -162,7 +162,6 @@ def test_numbers_rise_and_nothing_counts_before_it_is_adopted() -> None:
     views.adopt(first)
     assert (views.begun, views.exposed) == (True, len(SHARDS))
     second = views.following(LAYOUT.shards, members, (), ending=True)
-    assert second is not None
     assert (second.number, second.generation) == (ViewNumber(3, 2), first.generation)
     assert (second.uploader, second.orders.ending) == ("w0", True)
     assert views.view is first
@@ -225,7 +224,6 @@ def test_a_backup_task_may_come_through_the_worker_s_aggregator() -> None:
     assigned = (Assignment(0, {"w0": (0,), "w1": (1,)}),)
     views.adopt(views.first(LAYOUT.shards, members, assigned, uploader="w0", origin=""))
     view = views.with_backup_task("w0", 1)
-    assert view is not None
     assert view.aggregator_of == {"w0": "r0", "w1": "r1"}
     assert view.contributors == {"r0": (0, 1), "r1": (1,), "w0": (0, 1), "w1": (1,)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,6 +29,13 @@ class _Bench(AlignedBench):
 def _at_step_0(shards: int = 2, assigned: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10) -> _Bench:
     bench = _Bench(shards, view_of(shards, {"me": assigned}), buffers, steps)
     bench.install(0)
+    return bench
+
+
+def _computed(*of: Any, **more: Any) -> _Bench:
+    """It has computed the first replica of step 0."""
+    bench = _at_step_0(*of, **more)
+    bench.compute()
     return bench
 
 
@@ -197,17 +205,8 @@ def test_a_straggler_s_replica_is_computed_for_the_step_that_was_asked_for_and_f
     assert list(bench.machine.assigned) == [0]
 
 
-def test_assigned_replicas_follow_the_assignment_that_counts_for_the_step() -> None:
-    bench = _Bench(1, view_of(1, {"me": [0]}, later=[Assignment(1, {"me": (2, 5)})]))
-    bench.install(0)
-    assert list(bench.machine.assigned) == [0]
-    bench.install(1)
-    assert list(bench.machine.assigned) == [2, 5]
-
-
 def test_after_the_last_version_nothing_is_computed() -> None:
-    bench = _at_step_0(1, steps=1)
-    bench.compute()
+    bench = _computed(1, steps=1)
     bench.install(1)
     assert bench.machine.next_action() is None
 
@@ -252,8 +251,7 @@ def test_a_version_that_was_let_go_is_fetched_once_when_the_replica_is_given_up(
 
 
 def test_old_and_repeated_versions_are_read_and_forgotten() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     assert bench.arrive(0, 0) == [DropArriving(0)]
     assert bench.arrive(0, 1) == [Land(0)]
     assert bench.arrive(0, 1) == [DropArriving(0)]
@@ -263,8 +261,7 @@ def test_old_and_repeated_versions_are_read_and_forgotten() -> None:
 
 
 def test_a_buffer_shard_that_runs_a_version_ahead_is_fetched_as_soon_as_this_worker_gets_there() -> None:
-    bench = _at_step_0(2, [1], buffers=[1])
-    bench.compute()
+    bench = _computed(2, [1], buffers=[1])
     assert bench.arrive(1, 1) == [Land(1)]
     bench.handle(Landed(1))
     assert bench.arrive(1, 2) == [DropArriving(1)]
@@ -310,8 +307,7 @@ def test_a_version_that_is_old_by_the_time_it_has_landed_is_fetched_anew() -> No
 
 
 def test_a_version_that_all_others_have_gone_on_from_before_it_is_taken_up_is_not_installed() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     bench.land(1)
     action = bench.machine.next_action()
     assert action == Install(1)
@@ -336,8 +332,7 @@ def test_a_replica_of_a_generation_that_has_become_stale_before_it_is_taken_up_i
 
 
 def test_what_is_installed_is_what_had_landed_even_if_a_newer_version_is_heard_of_meanwhile() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     bench.land(1)
     assert bench.machine.next_action() == Install(1)
     assert bench.machine.take(bench.machine.next_action())
@@ -351,8 +346,7 @@ def test_what_is_installed_is_what_had_landed_even_if_a_newer_version_is_heard_o
 
 
 def test_what_a_lost_link_may_have_swallowed_is_computed_and_sent_again() -> None:
-    bench = _at_step_0(4)
-    bench.compute()
+    bench = _computed(4)
     bench.handle(slots.LinkLost("s1"))
     assert bench.machine.next_action() is None  # there is nobody to send it to
     assert bench.handle(LinkUp("s1")) == [Follow("s1")]
@@ -375,25 +369,12 @@ def test_a_gradient_is_not_queued_for_a_link_that_is_gone() -> None:
 
 
 def test_a_version_that_broke_off_halfway_is_received_again() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     assert bench.arrive(0, 1) == [Land(0)]
     bench.handle(slots.LinkLost("s0"))
     assert bench.machine.missing == [0, 1]
     assert bench.handle(LinkUp("s0")) == [Follow("s0")]
     assert bench.arrive(0, 1) == [Land(0)]
-
-
-def test_a_fetch_that_a_lost_link_swallowed_is_asked_again() -> None:
-    bench = _at_step_0(2, [1], buffers=[1])
-    bench.compute()
-    bench.land(1, [1])
-    bench.arrive(1, 2)
-    bench.land(1, [0])
-    assert bench.installed() == [Fetch(1, 2, "s1")]
-    bench.handle(slots.LinkLost("s1"))
-    bench.handle(LinkUp("s1"))
-    assert bench.arrive(1, 2) == [Land(1)]  # it follows again, so it comes by itself
 
 
 # ---- views ----
@@ -406,16 +387,14 @@ def test_an_older_view_is_ignored() -> None:
 
 
 def test_what_was_sent_to_a_shard_s_old_home_is_computed_for_the_new_one() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     assert bench.handle(Viewed(view_of(2, count=2, homes=["s0", "s0"]))) == []
     assert bench.machine.next_action() == Compute(0, 0)
     assert [(send.shard, send.server, send.view) for send in bench.compute()] == [(1, "s0", ViewNumber(1, 2))]
 
 
 def test_a_server_that_was_restarted_has_to_be_linked_again() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     bench.handle(Viewed(view_of(2, count=2, incarnations={"s1": 5})))
     assert bench.machine.next_action() is None
     bench.handle(LinkUp("s1"))
@@ -423,8 +402,7 @@ def test_a_server_that_was_restarted_has_to_be_linked_again() -> None:
 
 
 def test_a_replica_that_changed_hands_is_computed_here_for_the_same_step() -> None:
-    bench = _at_step_0(2, [0])
-    bench.compute()
+    bench = _computed(2, [0])
     bench.handle(Viewed(view_of(2, {"me": [0, 3]}, count=2)))
     assert bench.machine.next_action() == Compute(0, 3)
 
@@ -479,14 +457,6 @@ def test_when_it_follows_again_nothing_is_computed_before_it_has_heard_where_the
     assert bench.machine.next_action() == Install(4)
 
 
-def test_when_it_follows_again_within_the_same_step_it_goes_on_with_it() -> None:
-    bench = _at_step_0(2)
-    bench.handle(Viewed(view_of(2, {"other": [0]}, count=2)))
-    bench.handle(Viewed(view_of(2, {"me": [0]}, count=3)))
-    assert [bench.arrive(shard, 0)[0] for shard in (0, 1)] == [DropArriving(0), DropArriving(1)]
-    assert bench.machine.next_action() == Compute(0, 0)
-
-
 def test_a_standby_worker_gets_the_last_version_when_the_job_is_ending() -> None:
     bench = _Bench(2, view_of(2, {"other": [0]}), steps=3)
     assert bench.handle(Viewed(view_of(2, {"other": [0]}, count=2, ending=True))) == [Follow("s0"), Follow("s1")]
@@ -498,8 +468,7 @@ def test_a_standby_worker_gets_the_last_version_when_the_job_is_ending() -> None
 
 
 def test_after_a_roll_back_everything_is_fetched_anew_and_the_old_replica_is_stale() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     bench.install(1)
     bench.begin()
     bench.machine.fill(0)
@@ -522,8 +491,7 @@ def test_after_a_roll_back_everything_is_fetched_anew_and_the_old_replica_is_sta
 
 
 def test_a_roll_back_while_a_version_is_copied_makes_it_stale_and_what_it_was_copied_from() -> None:
-    bench = _at_step_0(2)
-    bench.compute()
+    bench = _computed(2)
     bench.land(1)
     assert bench.machine.take(bench.machine.next_action())
     bench.handle(Viewed(view_of(2, count=5, generation=5, origin="step-0")))
@@ -559,20 +527,6 @@ def test_before_any_view_nothing_is_taken() -> None:
     assert bench.handle(slots.Arriving(0, 0, V1)) == [DropArriving(0)]
     assert bench.machine.next_action() is None
     assert list(bench.machine.assigned) == []
-
-
-# ---- whatever comes ----
-
-
-def test_nothing_is_carried_from_one_step_into_the_next() -> None:
-    bench = _at_step_0(2, [0, 1])
-    for step in range(3):
-        assert bench.machine.step == step
-        assert bench.machine.next_action() == Compute(step, 0)
-        bench.compute()
-        bench.compute()
-        assert bench.machine.next_action() is None  # there is nothing left to compute
-        bench.install(step + 1)
 
 
 # ---- shards that take turns ----
@@ -633,20 +587,6 @@ def test_a_late_joiner_takes_each_shard_at_the_version_that_is_right_for_the_rou
     assert bench.machine.next_action() == Install(2)
     bench.installed()
     assert [(send.shard, send.step) for send in bench.compute()] == [(0, 1), (2, 2)]
-
-
-def test_a_version_that_was_let_go_is_fetched_by_the_shard_s_own_number() -> None:
-    """Somebody else has computed our replica of tick 1 too: what it made comes while that slot is being written."""
-    bench = _staggered()
-    bench.compute()
-    for shard in (0, 2):
-        bench.land(1, [shard])
-    bench.installed()
-    bench.begin()
-    bench.machine.fill(1)
-    assert bench.arrive(1, 1) == [DropArriving(1)]
-    assert bench.handle(slots.Filled(1)) == [Fetch(1, 1, "s1")]
-    assert bench.arrive(1, 1) == [Land(1)]
 
 
 def test_what_the_model_holds_already_is_not_taken_again() -> None:

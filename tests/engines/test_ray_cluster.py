@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from rallypoint.launch.engines.remote import archived
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import HERE
 from support import cluster_contract
+from support.beside import until
 from support.cluster_contract import PATIENCE_S, ClusterContract, Started
 
 DRIVER = Driver(node="head", python="/their/python", runner="/their/runner.py", cwd="/nowhere", code="/run/code")
@@ -220,7 +220,6 @@ class TestRayCluster(ClusterContract):
         worker = Started(running, cluster_contract._PARENT)
         left = psutil.Process(int(worker.line()))
         process = left.parent()
-        assert process is not None
         process.parent().kill()  # type: ignore[union-attr]
         assert (how := worker.exit()).died
         assert "Ray actor is gone" in str(how)
@@ -250,11 +249,3 @@ class TestRayCluster(ClusterContract):
                 argv = (sys.executable, "-c", code)
                 cluster.start(Command(name=f"server{n}", role="server", argv=argv), said.append)
             until(lambda: len(said) == 2 and [w.handle.begun for w in workers].count(None) == 1)  # type: ignore[attr-defined]
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait until this is true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ from jobs import _gpt, _gpt_loss
 
 import rallypoint as rp
 from rallypoint.config import resolve
-from rallypoint.core.worker.slots import Compute
 from rallypoint.worker.tensors import weights_hash
+from support.beside import until
 from support.reference_local import train_local_reference
+from support.rewinds import cut_the_link
 
-PATIENCE_S = 60.0
 SETTINGS: dict[str, Any] = {
     "replicas": 2, "batch": 4, "steps": 12, "seed": 5, "network.shard_bytes": 16 << 10, "clip": 0.5,
     "optimizer": rp.AdamW(lr=3e-3), "sync": rp.LocalSteps(steps=4, delay=2),
@@ -41,33 +40,16 @@ def train_beside_a_late_worker(job: rp.Job, folder: str, cut: bool) -> tuple[str
             made.append((micro.replica, micro.step))
             match micro.replica, micro.step:
                 case 1, step if step == LATE_AT:
-                    _until(go.exists)
+                    until(go.exists)
                     too_far = further.exists()
                 case 0, step if step == AHEAD[-1] + 1:
                     further.touch()
                 case 0, step if step == AHEAD[-1]:
                     if cut and not go.exists():
-                        _cut_the_link(job)
+                        cut_the_link(job, 1)
                     else:
                         go.touch()
                 case 0, step if cut and made.count((0, step)) == 2:
                     go.touch()
             micro.backward(_gpt_loss(model, micro.batch))
     return weights_hash(model), made, too_far
-
-
-def _cut_the_link(job: rp.Job) -> None:
-    """What has been sent of the round before has to be sent again."""
-    exchange = job._exchange
-    assert exchange is not None
-    channel = exchange._links.get("server0")._channel
-    assert channel is not None
-    channel.connection.close()
-    _until(lambda: exchange.next_action() == Compute(1, 0))
-
-
-def _until(ready: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not ready():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)

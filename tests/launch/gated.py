@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 import rallypoint
+from support.beside import until
 from support.programs import run_program
 
 PATIENCE_S = 200.0
@@ -60,11 +60,7 @@ def steps_done(folder: Path) -> int:
 
 def wait_until(happened: Callable[[], bool], running: Callable[[], bool], said: Callable[[], str]) -> None:
     """Wait until something has happened. AssertionError with what was said, if nothing runs any more, or it is late."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert running(), said()
-        assert time.monotonic() < deadline, said()
-        time.sleep(0.05)
+    until(happened, said, running=running, within=PATIENCE_S, pause=0.05)
 
 
 def named(root: psutil.Process) -> dict[str, psutil.Process]:

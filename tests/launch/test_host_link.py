@@ -33,8 +33,7 @@ time.sleep(1000)
 
 def promptly(act: Callable[[], object]) -> None:
     """Call this; AssertionError if it does not return."""
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
+    (thread := threading.Thread(target=act, daemon=True)).start()
     thread.join(PATIENCE_S)
     assert not thread.is_alive(), "it does not return"
 
@@ -75,7 +74,6 @@ def test_signals_to_a_host_that_reads_nothing_hold_nobody_up() -> None:
     promptly(link.close)
     promptly(lambda: link.join(time.monotonic() + 0.5))
     how = process.exit()
-    assert how is not None
     assert how.signal == "SIGHUP"
 
 

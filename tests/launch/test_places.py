@@ -41,7 +41,6 @@ def test_torchruns_environment_is_a_place() -> None:
 
 def test_an_address_of_ipv6_gets_brackets() -> None:
     place = place_of_torchrun({**TORCHRUN, "MASTER_ADDR": "::1"})
-    assert place is not None
     assert (place.master, place.one_machine) == ("[::1]:29500", True)
 
 
@@ -63,7 +62,6 @@ def test_open_mpis_environment_is_a_place() -> None:
         launcher="mpirun", rank=3, world=4, local_rank=3, nodes=1, attempt="1935409153"
     )
     two = place_of_mpirun({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 77)
-    assert two is not None
     assert (two.nodes, two.one_machine) == (2, False)
 
 
@@ -71,7 +69,6 @@ def test_mpichs_environment_is_a_place() -> None:
     place = place_of_mpirun(MPICH, 77)
     assert place == Place(launcher="mpirun", rank=1, world=4, local_rank=1, nodes=2, attempt="job")
     one = place_of_mpirun({**MPICH, "MPI_LOCALNRANKS": "4"}, 77)
-    assert one is not None
     assert one.attempt == "parent-77"
 
 

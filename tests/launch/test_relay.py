@@ -40,8 +40,7 @@ def test_who_puts_waits_for_room_and_not_once_the_relay_is_open() -> None:
             relay.put("worker0", f"line {n} ...")
         put.set()
 
-    thread = threading.Thread(target=print_lines)
-    thread.start()
+    (thread := threading.Thread(target=print_lines)).start()
     while len(relay) < 2:
         time.sleep(0.001)
     assert not put.is_set()

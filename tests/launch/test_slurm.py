@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -109,16 +109,13 @@ class Submitted:
         return output.read_text() if output.exists() else ""
 
     def until_said(self, words: str, times: int = 1) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while self.said().count(words) < times:
-            assert time.monotonic() < deadline, (self.slurm.jobs(), self.said())
-            time.sleep(0.05)
+        self._until(lambda: self.said().count(words) >= times)
 
     def until_step(self, step: int) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while steps_done(self.folder / "runs" / f"slurm-{self.id}") < step:
-            assert time.monotonic() < deadline, (self.slurm.jobs(), self.said())
-            time.sleep(0.05)
+        self._until(lambda: steps_done(self.folder / "runs" / f"slurm-{self.id}") >= step)
+
+    def _until(self, happened: Callable[[], bool]) -> None:
+        until(happened, lambda: (self.slurm.jobs(), self.said()), within=PATIENCE_S, pause=0.05)
 
     def until_it_runs_again(self) -> None:
         """Wait until it goes on. A job of two components would wait for minutes longer: Slurm is told to start it."""

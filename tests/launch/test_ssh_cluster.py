@@ -89,7 +89,6 @@ _WHO = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
 def _client(started: Started) -> psutil.Process:
     assert isinstance(started.handle, RemoteProcess)
     client = started.handle.link._client
-    assert client is not None
     return psutil.Process(client.pid)
 
 
@@ -157,7 +156,6 @@ with SshCluster(msgspec.json.decode(sys.argv[1], type=Launch), print) as cluster
 def test_no_process_outlives_a_launcher_that_was_killed(plan: Launch) -> None:
     argv = [sys.executable, "-c", LAUNCHER, msgspec.json.encode(plan).decode()]
     launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
     remote = psutil.Process(int(launcher.stdout.readline()))
     clients = psutil.Process(launcher.pid).children()
     launcher.send_signal(signal.SIGKILL)

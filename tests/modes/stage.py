@@ -6,10 +6,9 @@ import json
 import os
 import queue
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cell_jobs import POLL_S, CellJob, train_cell
 
@@ -22,6 +21,7 @@ from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.processes import ClusterProcess, ProcessCluster, aggregator_main, server_main, worker_main
+from support.beside import until
 
 PATIENCE_S = 60.0  # only for a wait that fails: everything comes within a few seconds on a quiet machine
 
@@ -80,17 +80,15 @@ class Stage(ProcessCluster):
 
     def until(self, happened: Callable[[], bool], what: str) -> None:
         """Wait until something has happened."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not happened():
-            said = [event.get("text") or event for event in self.events()[-12:]]
-            assert time.monotonic() < deadline, f"{what}: not within {PATIENCE_S:.0f} s; the last events: {said}"
-            time.sleep(POLL_S)
+        said = lambda: [event.get("text") or event for event in self.events()[-12:]]  # noqa: E731
+        until(happened, lambda: f"{what}: the last events are {said()}", within=PATIENCE_S, pause=POLL_S)
 
-    def until_held(self, *workers: str) -> None:
+    def until_held(self, *workers: str) -> Self:
         """Until these workers wait at the gate."""
         for worker in workers:
             path = Path(self.cell.gate) / f"{worker} waits"
             self.until(path.exists, f"{worker} waits at the gate")
+        return self
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
         """What the coordinator has written down, of one type or all."""
@@ -126,7 +124,6 @@ def _coordinator_main(pipe: Any, token: str, terms: Terms, about: JoinInfo, resu
     start = None
     if resume:
         manifest = SnapshotStore(resume).latest_usable(lambda text: None)
-        assert manifest is not None
         start = Resumed(manifest.job, manifest.id, manifest.version)
     service = CoordinatorService(terms=terms, token=token, join_info=about, resume=start)
     service.start()

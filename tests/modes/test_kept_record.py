@@ -92,7 +92,6 @@ def test_an_old_journal_is_of_the_mode_that_its_settings_say(mode: ModeName, tmp
     again = Journal(str(tmp_path))
     state = again.load()
     again.close()
-    assert state is not None
     assert state.record == record(mode)
 
 

@@ -94,8 +94,7 @@ def undisturbed(mode: ModeName, features: tuple[Feature | Play, ...]) -> str:
 
 
 def a_worker_is_killed(walk: Walk) -> None:
-    stage = walk.begin()
-    stage.until_held("worker0", "worker1")
+    stage = walk.begin().until_held("worker0", "worker1")
     stage.kill("worker1")
     walk.ends(stage, "worker0")
     _every_contribution_counts(walk, stage)
@@ -116,8 +115,7 @@ def _every_contribution_counts(walk: Walk, stage: Stage) -> None:
 
 
 def the_lead_is_killed_and_somebody_else_evaluates(walk: Walk) -> None:
-    stage = walk.begin()
-    stage.until_held("worker0", "worker1")
+    stage = walk.begin().until_held("worker0", "worker1")
     stage.kill("worker0")
     walk.ends(stage, "worker1")
     steps = {event["step"] for event in stage.events("Metrics")}
@@ -127,8 +125,7 @@ def the_lead_is_killed_and_somebody_else_evaluates(walk: Walk) -> None:
 
 
 def a_server_with_a_backup_is_killed(walk: Walk) -> None:
-    stage = walk.begin(replication=2)
-    stage.until_held("worker0", "worker1")
+    stage = walk.begin(replication=2).until_held("worker0", "worker1")
     stage.until(lambda: stage.events("Members")[-1]["exposed"] == 0, "every shard has a backup")
     stage.kill("server0")
     walk.ends(stage, "worker0", "worker1", went_on=False)
@@ -137,8 +134,7 @@ def a_server_with_a_backup_is_killed(walk: Walk) -> None:
 
 def everybody_with_the_state_is_killed(walk: Walk) -> None:
     """Snapshots by steps; then nobody has the parameters any more."""
-    stage = walk.begin(servers=1, snapshots=True, snapshot_steps=1)
-    stage.until_held("worker0", "worker1")
+    stage = walk.begin(servers=1, snapshots=True, snapshot_steps=1).until_held("worker0", "worker1")
     stage.until(lambda: stage.events("Snapshotted") != [], "a snapshot is taken")
     if walk.mode.holder is StateHolder.WORKERS:
         stage.kill("worker0", "worker1")
@@ -153,8 +149,7 @@ def everybody_with_the_state_is_killed(walk: Walk) -> None:
 
 
 def a_snapshot_is_asked_for_and_a_worker_is_killed(walk: Walk) -> None:
-    stage = walk.begin(snapshots=True)
-    stage.until_held("worker0", "worker1")
+    stage = walk.begin(snapshots=True).until_held("worker0", "worker1")
     stage.kill("worker1")
     stage.until(lambda: "worker1" not in stage.events("Members")[-1]["workers"], "worker1 is given up")
     stage.order(SnapshotWanted())
@@ -167,8 +162,7 @@ def a_snapshot_is_asked_for_and_a_worker_is_killed(walk: Walk) -> None:
 
 
 def the_whole_job_is_killed_and_resumed(walk: Walk) -> None:
-    stage = walk.begin(snapshots=True, snapshot_steps=1)
-    stage.until_held("worker0", "worker1")
+    stage = walk.begin(snapshots=True, snapshot_steps=1).until_held("worker0", "worker1")
     stage.until(lambda: stage.events("Snapshotted") != [], "a snapshot is taken")
     stage.close()
     again = walk.begin(workers=1, servers=1, snapshots=True, resume=True)
@@ -176,8 +170,7 @@ def the_whole_job_is_killed_and_resumed(walk: Walk) -> None:
 
 
 def a_straggler_is_helped_and_killed(walk: Walk) -> None:
-    stage = walk.begin(backup_tasks=True)
-    stage.until_held("worker1")
+    stage = walk.begin(backup_tasks=True).until_held("worker1")
     stage.until(
         lambda: any((walk.home / "gate").glob(f"worker0 is at {step}") for step in range(HELD_AT + 1, 12)),
         "worker0 goes past the step in which worker1 stands still",
@@ -198,8 +191,7 @@ def a_worker_that_stands_by_takes_over(walk: Walk) -> None:
 
 
 def a_worker_joins_and_another_is_killed(walk: Walk) -> None:
-    stage = walk.begin(at_most=3)
-    stage.until_held("worker0", "worker1")
+    stage = walk.begin(at_most=3).until_held("worker0", "worker1")
     stage.workers_come("worker2")
     stage.until(lambda: "worker2" in stage.events("Members")[-1]["workers"], "worker2 has replicas")
     stage.kill("worker0")
@@ -215,8 +207,7 @@ def replicas_move_to_the_faster_worker_which_is_killed(walk: Walk) -> None:
 
 def the_aggregator_is_killed_mid_step(walk: Walk) -> None:
     """Workers go to the servers at once; another aggregator joins; one worker dies too."""
-    stage = walk.begin(aggregators=1)
-    stage.until_held("worker0", "worker1")
+    stage = walk.begin(aggregators=1).until_held("worker0", "worker1")
     assert stage.events("Members")[-1]["through"] == {"worker0": "aggregator0", "worker1": "aggregator0"}
     stage.kill("aggregator0")
     stage.until(lambda: not stage.events("Members")[-1]["through"], "the aggregator is given up")
@@ -231,8 +222,7 @@ def test_an_aggregator_that_hangs_is_left_long_before_it_is_given_up(tmp_path: P
     """With a heartbeat of 60 s, workers notice by themselves that it is silent."""
     walk = Walk(tmp_path, job_of(Feature.AGGREGATORS, ModeName.SYNC))
     try:
-        stage = walk.begin(aggregators=1)
-        stage.until_held("worker0", "worker1")
+        stage = walk.begin(aggregators=1).until_held("worker0", "worker1")
         stage.stop("aggregator0")
         walk.ends(stage, "worker0", "worker1")
         assert not stage.said("aggregator0 is gone")
@@ -250,8 +240,7 @@ def the_stream_ends_after_a_kill(walk: Walk) -> None:
 
 def _stopped_at(walk: Walk) -> int:
     """Kill a worker of a job that ends by itself before its last step. Returns the step."""
-    stage = walk.begin()
-    stage.until_held("worker0", "worker1")
+    stage = walk.begin().until_held("worker0", "worker1")
     stage.kill("worker1")
     walk.ends(stage, "worker0")
     stage.until_over()
@@ -261,8 +250,7 @@ def _stopped_at(walk: Walk) -> int:
 
 def a_process_is_killed_and_another_takes_its_place(walk: Walk) -> None:
     """Nobody else can compute its replica: the loop's batches are its own."""
-    stage = walk.begin()
-    stage.until_held("worker0", "worker1")
+    stage = walk.begin().until_held("worker0", "worker1")
     stage.kill("worker1")
     stage.workers_come("worker2")
     stage.open()
@@ -320,8 +308,7 @@ def test_an_average_has_the_bytes_of_plain_pytorch_after_a_kill(resumed: bool, t
     job = job_of(Feature.AVERAGE, ModeName.SYNC)
     walk = Walk(tmp_path, job)
     try:
-        stage = walk.begin(replication=2, snapshots=True, snapshot_steps=1)
-        stage.until_held("worker0", "worker1")
+        stage = walk.begin(replication=2, snapshots=True, snapshot_steps=1).until_held("worker0", "worker1")
         stage.until(lambda: stage.events("Members")[-1]["exposed"] == 0, "every shard has a backup")
         stage.until(lambda: any(s["version"] > 0 for s in stage.events("Snapshotted")), "a snapshot is taken")
         stage.kill("server0")
@@ -332,7 +319,6 @@ def test_an_average_has_the_bytes_of_plain_pytorch_after_a_kill(resumed: bool, t
         stage.until_over()
         store = SnapshotStore(str(stage.home / "snapshots"))
         manifest = store.latest_usable(lambda text: None)
-        assert manifest is not None
         assert manifest.version == job.config.rounds
         export_snapshot(store.url, tmp_path / "average.pt", average=True)
     finally:

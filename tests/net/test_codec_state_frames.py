@@ -101,7 +101,6 @@ def test_a_standby_gives_copies_and_gets_no_codec_state(job: Job) -> None:
     nothing = worker.receive_header()
     assert (nothing.kind, nothing.replica, nothing.length) == (Kind.CODEC_STATE, 1, 0)
     states = reducer(job)._codec_states
-    assert states is not None
     assert states._copies == {}
 
 

@@ -23,7 +23,7 @@ from rallypoint.net.handshake import Credentials, Identity, ticket_for
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Listener, Transport
 from rallypoint.observe.trace import Tracer
-from support.beside import until
+from support.beside import raising, until
 
 PATIENCE_S = 60.0
 TOKEN = "a token that nobody guesses"
@@ -288,8 +288,7 @@ def test_closing_does_not_wait_for_an_attempt_to_connect(transport: Transport, h
     caller = Caller(slow, host.address)
     caller.dialer.start()
     assert slow.connecting.acquire(timeout=PATIENCE_S)
-    closes = threading.Thread(target=caller.dialer.close)
-    closes.start()
+    (closes := threading.Thread(target=caller.dialer.close)).start()
     closes.join(PATIENCE_S / 2)
     closed = not closes.is_alive()
     slow.goes_on.set()
@@ -318,8 +317,7 @@ def test_closing_waits_until_nothing_of_the_connection_is_used_any_more(
     monkeypatch.setattr(caller.dialer, "_calls", calls)
     caller.dialer.start()
     assert serves.wait(PATIENCE_S)
-    closes = threading.Thread(target=close)
-    closes.start()
+    (closes := threading.Thread(target=close)).start()
     assert caller.dialer._closed.wait(PATIENCE_S)
     goes_on.set()
     closes.join(PATIENCE_S)
@@ -419,11 +417,7 @@ def test_a_fault_while_the_loss_is_told_is_told_in_its_turn(
 
 def test_a_fault_while_it_dials_is_told(transport: Transport, host: Host, caplog: pytest.LogCaptureFixture) -> None:
     fault = KeyError("a bug")
-
-    def raises() -> ViewNumber:
-        raise fault
-
-    caller = Caller(transport, host.address, raises)
+    caller = Caller(transport, host.address, raising(fault))
     caller.dialer.start()
     assert caller.expect("failed") is fault
     assert caller.dialer.trouble == "it has failed: KeyError('a bug')"

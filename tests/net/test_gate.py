@@ -19,8 +19,8 @@ from rallypoint.net.frames import Header, Kind, pack
 from rallypoint.net.gate import Gate, Unproven
 from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, Identity, LinkKeys, introduce
 from rallypoint.net.tcp import TcpConnection, TcpListener, TcpTransport, split_address
-from rallypoint.net.transport import PLAIN, Connection, Listener
-from support.beside import until
+from rallypoint.net.transport import PLAIN, Connection, Listener, Transport
+from support.beside import raising, until
 from support.transports import receive
 
 TOKEN = "correct horse battery staple"
@@ -28,12 +28,12 @@ PATIENCE_S = 60.0
 
 
 class Door(Gate):
-    """A gate that counts whom it serves: each gets one frame and goes."""
+    """A coordinator's gate, which answers each frame by a credit."""
 
-    def __init__(self, *, most: int = 8, from_one: int = 4) -> None:
+    def __init__(self, transport: Transport | None = None, *, most: int = 8, from_one: int = 4) -> None:
         super().__init__(
-            TcpTransport(), "127.0.0.1:0", Identity("coordinator", "", TOKEN), lambda hello: Welcome(), self._answer,
-            unproven=Unproven(most, from_one),
+            transport or TcpTransport(), "127.0.0.1:0", Identity("coordinator", "", TOKEN), lambda hello: Welcome(),
+            self._answer, unproven=Unproven(most, from_one),
         )  # fmt: skip
 
     def _answer(self, channel: Channel, hello: Hello) -> None:
@@ -104,8 +104,7 @@ def test_of_those_who_say_nothing_only_so_many_are_held(door: Door, opened: cont
 
 
 def test_who_comes_from_elsewhere_does_not_pay_for_the_many(opened: contextlib.ExitStack) -> None:
-    door = Door(most=6, from_one=6)
-    opened.callback(door.close)
+    door = opened.enter_context(contextlib.closing(Door(most=6, from_one=6)))
     first = knock(door, opened, "127.0.0.2")
     crowd = [knock(door, opened) for _ in range(30)]
     assert all(is_let_go(connection) for connection in crowd[:25])
@@ -146,15 +145,11 @@ def test_without_a_thread_to_send_from_there_is_no_channel(
     opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A LinkError: who dials tries again, who listens goes on."""
-
-    def fails(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     here, there = socket.socketpair()
     opened.callback(here.close)
     opened.callback(there.close)
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fails)
+        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
         with pytest.raises(LinkError, match="no thread"):
             Channel(Silent(), "x", LinkKeys(bytes(32), bytes(32)))
 

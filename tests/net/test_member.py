@@ -23,7 +23,7 @@ from rallypoint.net.handshake import Identity, ticket_for
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Listener, Transport
-from support.beside import until
+from support.beside import raising, until
 from support.transports import Beside, receive
 
 PATIENCE_S = 60.0
@@ -208,11 +208,7 @@ def test_an_error_while_it_connects_again_is_told_and_leaves_no_member_that_live
     coordinator: Coordinator, me: Member, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     channel, _ = admit(coordinator, me, 3)
-
-    def fails(place: str, patience: float) -> Channel:
-        raise KeyError("of whatever kind")
-
-    monkeypatch.setattr(me.link, "_join", fails)
+    monkeypatch.setattr(me.link, "_join", raising(KeyError("of whatever kind")))
     channel.connection.close()
     lost = me.lost.get(timeout=PATIENCE_S)
     assert "the link to it has failed: KeyError('of whatever kind')" in str(lost)
@@ -227,11 +223,7 @@ def test_an_error_in_what_a_sign_of_life_would_tell_keeps_none_of_them_away(
 ) -> None:
     coordinator = Coordinator(transport, heartbeat=0.02)
     me = Member(coordinator)
-
-    def fails() -> Beat:
-        raise KeyError("of whatever kind")
-
-    monkeypatch.setattr(me.link, "_handlers", replace(me.link._handlers, beat=fails))
+    monkeypatch.setattr(me.link, "_handlers", replace(me.link._handlers, beat=raising(KeyError("of whatever kind"))))
     admit(coordinator, me, 3)
     beats = 0
     while beats < 3:
@@ -566,8 +558,7 @@ def test_closing_waits_a_while_for_the_coordinator_to_hear_why_a_member_gives_up
     coordinator.close()
     until_lost(me)
     me.link.send(GiveUp("the loss is nan"))
-    closing = threading.Thread(target=me.link.close)
-    closing.start()
+    (closing := threading.Thread(target=me.link.close)).start()
     again = Coordinator(coordinator.transport, coordinator.address)
     try:
         channel, _ = again.member()
@@ -644,11 +635,7 @@ def test_a_message_that_cannot_be_acted_on_is_a_loss_and_not_a_silence(
     coordinator: Coordinator, me: Member, fault: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With its thread gone and its signs of life going on, everybody would wait for this member for ever."""
-
-    def fails(message: Message) -> None:
-        raise fault
-
-    me.link._handlers = replace(me.link._handlers, on_message=fails)
+    me.link._handlers = replace(me.link._handlers, on_message=raising(fault))
     channel, _ = admit(coordinator, me, incarnation=1)
     channel.send_message(Say("something"))
     assert isinstance(error := me.lost.get(timeout=PATIENCE_S), ProtocolError)

@@ -26,6 +26,7 @@ from rallypoint.net.memory import LEAST_BYTES, Arena, HostLender
 from rallypoint.net.pool import PERIOD, BufferPool, bytes_of, words_of_memory
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Transport
+from support.beside import raising
 from support.transports import Beside
 
 PATIENCE_S = 60.0
@@ -200,7 +201,6 @@ def test_an_upgrade_that_fails_half_way_leaves_no_descriptor() -> None:
     for _ in range(3):
         near, far = transport.connect(listener.address, 5.0), listener.accept()
         arena = memory._ARENAS.get()
-        assert arena is not None
         said = memory._DESCRIBED.pack(os.getpid(), arena.fd, arena.token.encode(), 0)
         memory.say(far, expand(b"2" * 32, memory.LABEL), said)
         far.finish()
@@ -213,10 +213,7 @@ def test_an_upgrade_that_fails_half_way_leaves_no_descriptor() -> None:
 
 
 def test_without_memory_for_a_link_its_payloads_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(arena: Arena, nbytes: int) -> None:
-        raise OSError(27, "File too large")  # ulimit -f
-
-    monkeypatch.setattr(Arena, "allocate", none)
+    monkeypatch.setattr(Arena, "allocate", raising(OSError(27, "File too large")))
     near, far, stack = upgraded(TcpTransport(), "127.0.0.1:0")
     with stack:
         assert near.lender is far.lender is None
@@ -278,7 +275,7 @@ def test_one_side_without_shared_memory_is_enough_to_send_all(monkeypatch: pytes
     assert_nothing_is_lent()
 
 
-def test_only_connections_within_a_host_offer_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_connections_within_a_host_offer_it() -> None:
     near, far, stack = upgraded(TcpTransport(), "127.0.0.1:0")
     with stack:
         assert near.offers == "host/1"  # type: ignore[attr-defined]
@@ -396,7 +393,6 @@ def test_what_a_killed_process_has_lent_can_still_be_read() -> None:
         connection = listener.accept()
         connection.upgrade(b"2" * 32, b"1" * 32)
         far = Channel(connection, "near", KEYS.other_side())
-        assert child.stdout is not None
         assert child.stdout.readline() == "lent True\n"
         header = far.receive_header()
         child.kill()

@@ -94,8 +94,7 @@ def test_tcp_counts_what_was_acknowledged() -> None:
             while left:
                 left -= len(accepted.recv(min(left, MIB)))
 
-        reader = threading.Thread(target=read)
-        reader.start()
+        (reader := threading.Thread(target=read)).start()
         connection.send(b"", memoryview(bytes(4 * MIB)))
         reader.join()
         (pace,) = transport.traffic.paces().values()

@@ -38,7 +38,6 @@ def test_a_sample_has_the_rates_since_the_last_one() -> None:
     assert one.sample(100.0) is None
     assert one.sample(100.0 + EVERY_S - 0.1) is None
     sample = one.sample(105.0)
-    assert sample is not None
     assert (sample.seconds, sample.cpu, sample.own_cpu, sample.waited_for_data) == (5.0, 0.5, 2.0, 0.5)
     assert (sample.disk_written, sample.network_sent, sample.memory, sample.memory_total) == (200.0, 0.0, 6, 8)
     assert sample.links == {"a:1": LinkSample(0.002, 200.0, 100.0), "b:1": LinkSample(0.0, 2.0, 0.0)}
@@ -50,7 +49,6 @@ def test_a_link_that_was_made_anew_counts_from_its_beginning() -> None:
     one = sampler(reading(0.0, {"a:1": LinkUsage(9000, 9000)}), reading(1.0, {"a:1": LinkUsage(500, 50)}))
     one.sample(0.0)
     sample = one.sample(5.0)
-    assert sample is not None
     assert sample.links == {"a:1": LinkSample(0.0, 100.0, 10.0)}
 
 
@@ -59,7 +57,6 @@ def test_only_the_busiest_links_are_told() -> None:
     one = sampler(reading(0.0, {}), reading(1.0, many))
     one.sample(0.0)
     sample = one.sample(5.0)
-    assert sample is not None
     assert len(sample.links) == MOST_LINKS
     assert f"h{3 * MOST_LINKS - 1}:1" in sample.links
 
@@ -79,7 +76,6 @@ def test_this_machine_and_its_links_can_be_read() -> None:
         connection.close()
         accepted.close()
         listener.close()
-    assert sample is not None
     assert sample.links[listener.address].sent == 200.0
     assert 0.0 < sample.links[listener.address].round_trip < 1.0
     assert 0.0 <= sample.cpu <= 1.0
@@ -131,7 +127,6 @@ def view(members: int = 2) -> View:
 
 def test_a_sample_is_kept_under_its_sender_s_name_with_links_by_member() -> None:
     kept = Samples().take("worker1", msgspec.structs.replace(SAMPLE, member="worker0", host="elsewhere"), view(), 1.0)
-    assert kept is not None
     assert (kept.member, kept.host) == ("worker1", "here")
     assert kept.links == {"server0": LinkSample(0.001, 100.0, 200.0)}
 

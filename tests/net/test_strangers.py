@@ -131,7 +131,6 @@ class Job(Roles):
 
     def version(self, server: int, shard: int) -> int:
         machine = reducer(self, server).machine.machine(shard)
-        assert machine is not None
         return machine.version
 
     def runs(self) -> bool:
@@ -179,7 +178,6 @@ def test_a_refused_member_is_not_listened_to(job: Job, message: Message) -> None
     job.stranger_says(message)
     assert job.runs()
     assert "stranger" not in job.coordinator._shell.machine.course.members.workers
-    assert job.coordinator._shell.announcer.tally is not None
     assert job.coordinator._shell.announcer.tally.missing() == (0, [0, 1])
 
 
@@ -246,7 +244,6 @@ def test_a_frame_that_no_member_sends_closes_its_connection_alone(
     job.settle()
     assert job.runs()
     clip = reducer(job).machine._clip
-    assert clip is not None
     assert clip._verdicts == {}
 
 
@@ -296,7 +293,6 @@ def test_a_standby_contributes_nothing_and_begins_nothing(job: Job) -> None:
         assert sender.receive_header().kind is Kind.CREDIT
         job.settle()
         machine = reducer(job).machine.machine(shard)
-        assert machine is not None
         assert machine.added == added
 
 
@@ -418,7 +414,6 @@ def test_whoever_is_gone_wants_nothing(streaming_job: Job) -> None:
 def wanted(job: Job, shard: int) -> list[str]:
     """Who wants something of a shard of server 0."""
     machine = reducer(job).machine.machine(shard)
-    assert machine is not None
     return sorted(machine.wants)
 
 

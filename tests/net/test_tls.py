@@ -10,26 +10,26 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cryptography import x509
+from test_gate import PATIENCE_S, TOKEN, Door, opened
 
-from rallypoint.core.protocol import Hello, Welcome
+from rallypoint.core.protocol import Hello
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, RallypointError, UnprovenPeer, UsageError
 from rallypoint.net.certificates import CA, CERTIFICATE, KEY, ROLES, TlsFiles, make_certificates
 from rallypoint.net.channel import SEALED_BYTES, Channel, Opener, Sealer
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.gate import Gate, Unproven
-from rallypoint.net.handshake import Identity, LinkKeys, check_exposure, introduce
+from rallypoint.net.handshake import LinkKeys, check_exposure, introduce
 from rallypoint.net.tcp import TcpConnection, TcpTransport, split_address
 from rallypoint.net.tls import SECRET_BYTES, TlsConnection, TlsTransport
 from rallypoint.net.transport import Connection, Transport
 from support.beside import Beside, until
 from support.transports import receive
 
-TOKEN = "correct horse battery staple"
-PATIENCE_S = 60.0
+__all__ = ["opened"]  # the fixture
 
 
 @pytest.fixture(scope="module")
@@ -58,32 +58,10 @@ def tls(folder: Path, role: str) -> TlsTransport:
     return TlsTransport(TlsFiles(folder, role))
 
 
-class Door(Gate):
-    """A coordinator's gate, which answers each frame by a credit."""
-
-    def __init__(self, transport: Transport) -> None:
-        super().__init__(
-            transport, "127.0.0.1:0", Identity("coordinator", "", TOKEN), lambda hello: Welcome(), self._answer,
-            unproven=Unproven(8, 8),
-        )  # fmt: skip
-
-    def _answer(self, channel: Channel, hello: Hello) -> None:
-        while True:
-            channel.receive_header()
-            channel.send(Header(Kind.CREDIT))
-
-
-@pytest.fixture
-def opened() -> Iterator[contextlib.ExitStack]:
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
 @pytest.fixture
 def door(certificates: Path) -> Iterator[Door]:
-    door = Door(tls(certificates, "coordinator"))
-    yield door
-    door.close()
+    with contextlib.closing(Door(tls(certificates, "coordinator"), from_one=8)) as door:
+        yield door
 
 
 def dial(transport: Transport, address: str, opened: contextlib.ExitStack) -> Connection:
@@ -139,35 +117,34 @@ def refused(
     return failed.value, line
 
 
-def test_a_workers_certificate_cannot_act_as_a_server(
-    door: Door, certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
-) -> None:
-    beside = Member(tls(certificates, "worker"), door, opened)
-    error, line = refused(door, tls(certificates, "worker"), opened, caplog, "server")
-    assert isinstance(error, AccessDenied)
-    assert "server w0 shows the certificate of a worker, which cannot be a server" in str(error)
-    assert "shows the certificate of a worker, which cannot be a server" in line
+@pytest.mark.parametrize(("listens", "dials", "role", "kind", "here", "there"), [
+    ("tls", "tls", "server", AccessDenied, "server w0 shows the certificate of a worker, which cannot be a server",
+     "shows the certificate of a worker, which cannot be a server"),
+    ("tls", "expired", "worker", UnprovenPeer,  # it may be renewed by the next attempt
+     "does not accept this member's certificate: it has expired; `rallypoint token --tls", "has expired"),
+    ("plain", "tls", "worker", UnprovenPeer, "speaks no TLS, and this member does",
+     "speaks TLS, and this member without: give this one --tls"),
+], ids=["another role", "expired", "a plain port"])  # fmt: skip
+def test_who_is_refused_is_told_as_its_listener_is_and_nobody_else_notices(
+    certificates: Path, expired: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture,
+    listens: str, dials: str, role: str, kind: type[RallypointError], here: str, there: str,
+) -> None:  # fmt: skip
+    of = (lambda role: TcpTransport()) if listens == "plain" else partial(tls, certificates)
+    door = opened.enter_context(contextlib.closing(Door(of("coordinator"), from_one=8)))
+    beside = Member(of("worker"), door, opened)
+    error, line = refused(door, tls(expired if dials == "expired" else certificates, "worker"), opened, caplog, role)
+    assert isinstance(error, kind)
+    assert here in str(error)
+    assert there in line
     beside.is_served()
 
 
 def test_a_listener_with_another_roles_certificate_is_not_believed(
     certificates: Path, opened: contextlib.ExitStack
 ) -> None:
-    door = Door(tls(certificates, "worker"))
-    opened.callback(door.close)
+    door = opened.enter_context(contextlib.closing(Door(tls(certificates, "worker"), from_one=8)))
     with pytest.raises(UnprovenPeer, match="shows the certificate of a worker, which cannot be a coordinator"):
         Member(tls(certificates, "worker"), door, opened)
-
-
-def test_an_expired_certificate_is_told_to_both_sides(
-    door: Door, certificates: Path, expired: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
-) -> None:
-    beside = Member(tls(certificates, "worker"), door, opened)
-    error, line = refused(door, tls(expired, "worker"), opened, caplog)
-    assert isinstance(error, UnprovenPeer), "it may be renewed by the next attempt"
-    assert "does not accept this member's certificate: it has expired; `rallypoint token --tls" in str(error)
-    assert "has expired" in line
-    beside.is_served()
 
 
 def test_a_certificate_of_another_ca_is_told_to_both_sides(
@@ -187,8 +164,8 @@ def test_a_listener_whose_certificate_is_no_good_is_told_so(
     kind: str, certificates: Path, foreign: Path, expired: Path, opened: contextlib.ExitStack,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    door = Door(tls({"foreign": foreign, "expired": expired}[kind], "coordinator"))
-    opened.callback(door.close)
+    shown = tls({"foreign": foreign, "expired": expired}[kind], "coordinator")
+    door = opened.enter_context(contextlib.closing(Door(shown)))
     error, line = refused(door, tls(certificates, "worker"), opened, caplog)
     assert isinstance(error, UnprovenPeer)
     assert {"foreign": "is not one of this job's CA", "expired": "has expired"}[kind] in str(error)
@@ -254,19 +231,6 @@ def test_plain_bytes_at_a_port_with_tls(
     until(lambda: "came without TLS: give it --tls" in caplog.text)
 
 
-def test_a_member_with_tls_at_a_plain_port(
-    certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
-) -> None:
-    door = Door(TcpTransport())
-    opened.callback(door.close)
-    beside = Member(TcpTransport(), door, opened)
-    error, line = refused(door, tls(certificates, "worker"), opened, caplog)
-    assert isinstance(error, UnprovenPeer)
-    assert "speaks no TLS, and this member does" in str(error)
-    assert "speaks TLS, and this member without: give this one --tls" in line
-    beside.is_served()
-
-
 # ---- those who say nothing, or little ----
 
 
@@ -274,8 +238,7 @@ def test_who_trickles_a_tls_handshake_keeps_nobody_out_and_is_let_go(
     certificates: Path, opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rallypoint.net.handshake.GREETING_TIMEOUT_S", 1.0)
-    door = Door(tls(certificates, "coordinator"))
-    opened.callback(door.close)
+    door = opened.enter_context(contextlib.closing(Door(tls(certificates, "coordinator"), from_one=8)))
     slow = [opened.enter_context(socket.create_connection(split_address(door.address))) for _ in range(6)]
     for number, sock in enumerate(slow):
         sock.settimeout(PATIENCE_S)
@@ -314,8 +277,7 @@ def test_who_has_a_certificate_and_says_nonsense_is_let_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("rallypoint.net.handshake.GREETING_TIMEOUT_S", 0.5)
-    door = Door(tls(certificates, "coordinator"))
-    opened.callback(door.close)
+    door = opened.enter_context(contextlib.closing(Door(tls(certificates, "coordinator"), from_one=8)))
     member = Member(tls(certificates, "worker"), door, opened)
     sock = opened.enter_context(socket.create_connection(split_address(door.address), PATIENCE_S))
     secured = opened.enter_context(TlsFiles(certificates, "worker").loaded().dialing.wrap_socket(sock))
@@ -445,8 +407,7 @@ def test_a_man_in_the_middle_is_found_out_whatever_certificates_he_has(
 
 def test_a_bit_that_flips_on_the_way_is_a_corrupt_frame(certificates: Path, opened: contextlib.ExitStack) -> None:
     transport = tls(certificates, "server")
-    listener = transport.listen("127.0.0.1:0")
-    opened.callback(listener.close)
+    listener = opened.enter_context(contextlib.closing(transport.listen("127.0.0.1:0")))
     relay = Relay(listener.address, None, opened, flips=5000)
     near = dial(transport, relay.address, opened)
     far = listener.accept()
@@ -481,8 +442,7 @@ def test_renewed_certificates_count_for_new_connections_and_old_ones_go_on(
 ) -> None:
     folder = copied(certificates, tmp_path / "own")
     gate, member = tls(folder, "coordinator"), tls(folder, "worker")
-    door = Door(gate)
-    opened.callback(door.close)
+    door = opened.enter_context(contextlib.closing(Door(gate, from_one=8)))
     before = Member(member, door, opened)
     make_certificates(folder)
     after = Member(member, door, opened)
@@ -497,8 +457,7 @@ def test_files_that_are_half_renewed_are_told_of_and_the_old_ones_count(
 ) -> None:
     folder = copied(certificates, tmp_path / "own")
     transport = tls(folder, "worker")
-    door = Door(tls(folder, "coordinator"))
-    opened.callback(door.close)
+    door = opened.enter_context(contextlib.closing(Door(tls(folder, "coordinator"), from_one=8)))
     key = folder / "worker" / KEY
     match change:
         case "no key":
@@ -597,8 +556,7 @@ def test_tls_is_enough_to_be_reached_from_other_machines(certificates: Path) -> 
 def test_a_payload_that_changes_under_tls_ends_the_link(certificates: Path, opened: contextlib.ExitStack) -> None:
     """With TLS frames have no MACs of their own: the records' tags must do."""
     transport = tls(certificates, "server")
-    listener = transport.listen("127.0.0.1:0")
-    opened.callback(listener.close)
+    listener = opened.enter_context(contextlib.closing(transport.listen("127.0.0.1:0")))
     relay = Relay(listener.address, None, opened, flips=10_000)
     near = dial(transport, relay.address, opened)
     far = listener.accept()
@@ -627,8 +585,7 @@ def test_another_version_inside_tls_is_told_to_both_sides(
 
 
 def test_a_connection_that_failed_to_shake_hands_is_closed(certificates: Path, opened: contextlib.ExitStack) -> None:
-    plain = TcpTransport().listen("127.0.0.1:0")
-    opened.callback(plain.close)
+    plain = opened.enter_context(contextlib.closing(TcpTransport().listen("127.0.0.1:0")))
     near = dial(tls(certificates, "worker"), plain.address, opened)
     far = plain.accept()
     opened.callback(far.close)

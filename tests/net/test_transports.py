@@ -214,8 +214,7 @@ def test_a_descriptor_is_kept_until_the_last_thread_has_left_it() -> None:
         except LinkError as error:
             ended.append(error)
 
-    thread = threading.Thread(target=receive, name="receives")
-    thread.start()
+    (thread := threading.Thread(target=receive, name="receives")).start()
     assert slow.entered.wait(PATIENCE_S)
     near.close()
     near.close()

@@ -32,8 +32,7 @@ def _signalled(wait: Callable[[], None], heard: threading.Event, end: Callable[[
         in_time.append(heard.wait(PATIENCE_S))
         end()
 
-    thread = threading.Thread(target=signal_me)
-    thread.start()
+    (thread := threading.Thread(target=signal_me)).start()
     waiting.set()
     wait()
     thread.join()

@@ -172,7 +172,6 @@ def test_forced_overflows_give_the_steps_scales_and_bytes_of_grad_scaler(
 
             def at(step: int, replica: int, loss: Loss = loss, index: int = len(cluster.workers)) -> None:
                 scale = tensors[index].loss_scale
-                assert scale is not None
                 seen.setdefault(step, set()).add(float(scale[0]))
                 loss.at(step, replica)
 

@@ -42,7 +42,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
             [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
         started.append(process)
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         return process
 

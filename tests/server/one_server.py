@@ -87,7 +87,6 @@ class OneServer:
     @property
     def version(self) -> int:
         machine = self.reducer.machine.machine(0)
-        assert machine is not None
         return machine.version
 
 

@@ -70,7 +70,6 @@ class Held:
         self.primary.take(buffer, 1.0)
         scale = None if skip else 1.0
         sent = self.primary.apply(Apply(step + 1, step, scale, step, replicate=True))
-        assert sent is not None
         self.backup.take(sent[0], 1.0)
         self.backup.apply(Apply(step + 1, step, scale, step))
 

@@ -59,7 +59,6 @@ class Server:
 
 
 def kept_state(record: ShardRecord | None) -> dict[int, bytes]:
-    assert record is not None
     return {replica: array.tobytes() for replica, array in record.codec_states.items()}
 
 

@@ -156,8 +156,7 @@ def test_a_server_that_is_ahead_by_a_view_does_not_keep_the_aggregator_from_the_
     try:
         until(lambda: bool(views._changed._waiters))  # type: ignore[attr-defined]
         without = msgspec.structs.replace(first, number=ViewNumber(1, 2), servers=())
-        adopts = threading.Thread(target=upstream.adopt, args=(without,), daemon=True)
-        adopts.start()
+        (adopts := threading.Thread(target=upstream.adopt, args=(without,), daemon=True)).start()
         adopts.join(PATIENCE_S)
         assert not adopts.is_alive(), "the thread that brings the views waits for one that waits for a view"
         assert came == [ServerUp(server)]

@@ -255,7 +255,7 @@ def test_a_server_without_a_coordinator_leaves_nothing_behind(monkeypatch: pytes
         server.start()
 
 
-def test_the_ledger_has_every_step_with_all_of_its_contributions(undisturbed: str, tmp_path: Path) -> None:
+def test_the_ledger_has_every_step_with_all_of_its_contributions(undisturbed: str) -> None:
     with gathering(2, replication=2, workers_start=2, workers_max=2) as cluster:
         lose = Once(4, 1, lambda: cluster.safely_lose(0))
         for _ in range(2):
@@ -335,7 +335,6 @@ def test_the_first_weights_come_once_more_after_all_of_a_round_s_replicas_are_co
 
 def idles(worker: Worker) -> bool:
     """True while its main thread waits."""
-    assert worker.job._exchange is not None
     return worker.job._exchange.beat().waited > 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from rallypoint.server.snapshots import READ_AHEAD, Restores
 from rallypoint.store import files
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
-from support.beside import until
+from support.beside import Hanging, until
 from support.gathering import Once, gathering, reference_hash
 
 THIRD = ViewNumber(1, 3)
@@ -269,24 +268,10 @@ def test_a_store_that_hangs_during_a_restore_does_not_keep_the_server_from_endin
     server: OneServer, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(files, "END_PATIENCE_S", 0.05)
-    entered, answers = threading.Event(), threading.Event()
-
-    def hangs(origin: str) -> str:
-        entered.set()
-        answers.wait()
-        raise OSError("at last")
-
-    monkeypatch.setattr(store, "load", hangs)
+    monkeypatch.setattr(store, "load", hangs := Hanging())
     server.adopt(FIRST)
     server.adopt(SECOND, "one")
-    assert entered.wait(20.0)
-    closes = threading.Thread(target=server.reducer.close)
-    closes.start()
-    closes.join(20.0)
-    ended = not closes.is_alive()
-    answers.set()
-    closes.join(20.0)
-    assert ended, "the end of the job waits for the store"
+    hangs.keeps_nobody(server.reducer.close)
     assert [said.getMessage() for said in caplog.records] == [
         "given up: s restores 1 shard from snapshot one. The job is over, and the store has not answered for 0.05 s"
     ]

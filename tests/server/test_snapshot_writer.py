@@ -21,6 +21,7 @@ from rallypoint.store.manifest import snapshot_id
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.store.writer import SnapshotWriter
+from support.beside import Hanging, raising
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 
@@ -85,11 +86,8 @@ def test_one_that_is_not_wanted_any_more_leaves_no_file_and_no_word(writer: Writ
 def test_a_store_that_fails_is_told_and_the_next_snapshot_is_written(
     writer: Writer, monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str
 ) -> None:
-    def fails(*_: Any) -> None:
-        raise error
-
     with monkeypatch.context() as patch:
-        patch.setattr("rallypoint.store.files.Files.writing", fails)
+        patch.setattr("rallypoint.store.files.Files.writing", raising(error))
         name = writer.take(3)
         told = writer.next()
     assert isinstance(told, NotStored)
@@ -135,24 +133,10 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(files, "END_PATIENCE_S", 0.05)
-    entered, answers = threading.Event(), threading.Event()
-
-    def hangs(*_: Any) -> None:
-        entered.set()
-        answers.wait()
-        raise OSError("at last")
-
-    monkeypatch.setattr("rallypoint.store.files.Files.writing", hangs)
+    monkeypatch.setattr("rallypoint.store.files.Files.writing", hangs := Hanging())
     writer = Writer(tmp_path)
     name = writer.take(3)
-    assert entered.wait(PATIENCE_S)
-    closes = threading.Thread(target=writer.writer.close)
-    closes.start()
-    closes.join(PATIENCE_S)
-    ended = not closes.is_alive()
-    answers.set()
-    closes.join(PATIENCE_S)
-    assert ended, "the end of the job waits for the store"
+    hangs.keeps_nobody(writer.writer.close)
     (said,) = caplog.records
     assert (said.levelno, said.getMessage()) == (
         logging.WARNING,
@@ -223,10 +207,7 @@ def test_each_file_is_told_as_soon_as_it_is_written(writer: Writer, monkeypatch:
 
 
 def test_a_part_that_has_failed_takes_no_more_records(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("rallypoint.store.files.Files.writing", fails)
+    monkeypatch.setattr("rallypoint.store.files.Files.writing", raising(OSError(28, "No space left on device")))
     everything = list(records(3))
     writer.writer.begin(snapshot_id(3, 1), len(everything))
     assert writer.writer.takes_records
@@ -240,10 +221,7 @@ def test_a_part_that_has_failed_takes_no_more_records(writer: Writer, monkeypatc
 
 
 def test_after_a_failure_the_owner_copies_no_more_shards(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("rallypoint.store.files.Files.writing", fails)
+    monkeypatch.setattr("rallypoint.store.files.Files.writing", raising(OSError(28, "No space left on device")))
     everything, copied = list(records(0)), []
 
     def state(shard: int, version: int, clocks: tuple[int, ...]) -> ShardRecord:

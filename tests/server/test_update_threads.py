@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -76,7 +76,6 @@ class _Server:
         self.later, self.channel = _Later(), _Channel()
         if beside:
             effects = self.reducer._effects
-            assert effects.threads is not None
             effects.threads.shutdown()
             effects.threads = self.later
         members = (Member("w", "here", incarnation=1),), (Member("s", "here", "s:1", 2),)
@@ -115,9 +114,10 @@ class _Server:
         event = inbox.Initial if kind is Kind.INITIAL else lambda c, h, b: inbox.Pushed(c, "w", h, b)
         self.handle(event(self.link, header, buffer))
 
-    def step(self, shard: int, step: int = 0) -> None:
+    def step(self, shard: int, step: int = 0) -> Self:
         for replica in (0, 1):
             self.send(Kind.PUSH, shard, 0.5 + step, replica, step)
+        return self
 
     @property
     def sent(self) -> list[tuple[int, int]]:
@@ -129,8 +129,7 @@ class _Server:
 
 
 def test_other_shards_go_on_while_a_thread_makes_an_update() -> None:
-    server = _Server()
-    server.step(0)
+    server = _Server().step(0)
     server.step(1)
     assert len(server.later.given) == 2
     assert server.sent == []  # nobody hears of a version that is not made
@@ -160,8 +159,7 @@ def test_the_bytes_are_those_of_one_thread() -> None:
 
 
 def test_who_begins_to_follow_during_an_update_gets_it() -> None:
-    server = _Server()
-    server.step(0)
+    server = _Server().step(0)
     server.handle(inbox.UnfollowCame(server.link, "w"))
     server.step(1)
     server.handle(inbox.Followed(server.link, "w", Header(Kind.FOLLOW, FIRST)))
@@ -169,15 +167,13 @@ def test_who_begins_to_follow_during_an_update_gets_it() -> None:
 
 
 def test_who_asks_for_a_version_during_the_next_update_gets_it() -> None:
-    server = _Server()
-    server.step(0)
+    server = _Server().step(0)
     server.handle(inbox.Fetched(server.link, "w", 0, 0))  # I5: the version before is still kept
     assert server.sent == [(0, 1), (0, 0)]
 
 
 def test_a_contribution_for_the_next_step_waits_for_the_update() -> None:
-    server = _Server()
-    server.step(0)
+    server = _Server().step(0)
     server.step(0, 1)  # as where workers need not have the version: its sum is a later effect on the same shard
     assert server.sent == []
     server.later.given[0].make()
@@ -189,8 +185,7 @@ def test_a_contribution_for_the_next_step_waits_for_the_update() -> None:
 
 
 def test_a_view_waits_for_all_updates() -> None:
-    server = _Server()
-    server.step(0)
+    server = _Server().step(0)
     server.step(1)
     server.view(SECOND, server.members)
     assert not server.reducer._effects.updating
@@ -220,8 +215,7 @@ def test_a_view_that_finishes_a_step_says_so_when_its_update_is_made() -> None:
 
 
 def test_an_update_that_fails_ends_the_owner() -> None:
-    server = _Server()
-    server.step(0)
+    server = _Server().step(0)
     server.later.given[0].set_exception(ArithmeticError("no memory"))
     with pytest.raises(ArithmeticError, match="no memory"):
         server.handle(inbox.Wake())
@@ -370,7 +364,6 @@ def test_a_thread_that_updates_computes_alone_unless_the_bytes_need_more(optimiz
     torch.set_num_threads(2)
     try:
         threads = Reducer("s", job, Context(), lambda event: None, Tracer("s"), threads=1)._effects.threads
-        assert threads is not None
         assert threads.submit(torch.get_num_threads).result() == expected
         threads.shutdown()
     finally:

@@ -19,17 +19,8 @@ from samples import JOB, LAYOUT, same
 
 from rallypoint.core.view import EarlyEnd
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, UsageError
-from rallypoint.store.manifest import (
-    Compression,
-    Manifest,
-    ShardEntry,
-    age,
-    checksum_of,
-    decode_manifest,
-    encode_manifest,
-    most_bytes,
-    snapshot_id,
-)
+from rallypoint.store import manifest as manifests
+from rallypoint.store.manifest import Compression, Manifest, ShardEntry, age, decode_manifest, encode_manifest
 from rallypoint.store.record import MAX_ARRAY_BYTES, ShardRecord, decode_record, encode_record
 
 COMPRESSIONS = get_args(Compression)
@@ -134,7 +125,7 @@ def test_a_few_compressed_bytes_that_claim_to_be_gigabytes_take_no_memory(compre
         with pytest.raises(DamagedSnapshot, match=r"claims to have 2684354560 bytes of arrays: its shard has at most"):
             decode_record(data)
         with pytest.raises(DamagedSnapshot, match=r"its shard has at most 17039360$"):
-            decode_record(data, most_bytes(words=1024, replicas=0))
+            decode_record(data, manifests.most_bytes(words=1024, replicas=0))
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
@@ -175,7 +166,7 @@ def manifest(**changes: Any) -> Manifest:
 def forged(data: dict[str, Any]) -> bytes:
     """Any content under a right checksum."""
     body = json.dumps(data).encode()
-    return checksum_of(body).encode() + b"\n" + body
+    return manifests.checksum_of(body).encode() + b"\n" + body
 
 
 @pytest.mark.slow
@@ -242,7 +233,7 @@ def test_a_job_record_that_is_none_is_named() -> None:
 
 @given(st.integers(0, 10**12), st.integers(0, 1000))
 def test_names_sort_by_version_then_attempt(version: int, attempt: int) -> None:
-    assert age(snapshot_id(version, attempt)) == (version, attempt)
+    assert age(manifests.snapshot_id(version, attempt)) == (version, attempt)
 
 
 @pytest.mark.parametrize("name", ["", "latest", "step-1-1", "step-00000001", "step-00000001-1/..", " step-00000001-1"])

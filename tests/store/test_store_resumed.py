@@ -61,7 +61,6 @@ def test_after_an_older_one_was_named_it_is_the_newest_until_there_is_another(ab
     """Else the job would go back to a version of the course that was given up."""
     start_of("step-00000020-10002", about, "")
     found = SnapshotStore(about.snapshots).latest_usable(lambda text: None)
-    assert found is not None
     assert found.id == "step-00000020-10002"
     assert names(about) == ["step-00000020-10002", "step-00000040-20001"], "nothing is deleted"
 
@@ -74,7 +73,6 @@ def test_a_damaged_one_that_was_named_does_not_become_the_newest(about: JoinInfo
     with pytest.raises(DamagedSnapshot, match="is not what was written"):
         start_of("step-00000020-10002", about, "")
     newest, _ = start_of("latest", about, "")
-    assert newest is not None
     assert newest.version == 40
 
 
@@ -86,12 +84,10 @@ def test_another_jobs_snapshot_is_read_where_it_is(
     for place in ("snapshots", str(tmp_path / "snapshots")):
         for name in ("step-00000040-20001", "latest"):
             start, _ = start_of(f"{place}/{name}", own, "")
-            assert start is not None
             assert (start.snapshot, start.epoch) == (f"{about.snapshots}/step-00000040-20001", 0)
             assert start.origin.is_elsewhere
     assert not (tmp_path / "mine").exists()
     itself, _ = start_of(f"{about.snapshots}/step-00000040-20001", about, "")
-    assert itself is not None
     assert itself.snapshot == "step-00000040-20001", "it is of the job's own store"
 
 
@@ -146,6 +142,5 @@ def test_the_journal_keeps_all_of_it(about: JoinInfo) -> None:
     state = kept.load()
     kept.close()
     assert isinstance(state, ClusterState)
-    assert state.origin is not None
     assert (state.origin.snapshot, state.origin.version) == ("step-00000020-10002", 20)
     assert begun_by(state, command_of("step-00000020-10002", about))

@@ -162,7 +162,6 @@ def test_parts_without_a_manifest_are_no_snapshot(store: SnapshotStore) -> None:
     take(store, 1)
     store.write_part(snapshot_id(2, 1), "a", records(2), "none")
     found = store.latest_usable(silent)
-    assert found is not None
     assert found.version == 1
     assert [manifest.version for manifest in store.manifests()] == [1]
 
@@ -267,7 +266,6 @@ def test_what_is_no_regular_file_is_damage_and_is_not_waited_for(tmp_path: Path)
         os.mkfifo(file)
     said: list[str] = []
     found = store.latest_usable(said.append)
-    assert found is not None
     assert found.version == 41
     assert all(
         f"{name} is" in sentence for name, sentence in zip(("latest", "snapshot step-00000042-1"), said, strict=True)
@@ -295,13 +293,11 @@ def test_latest_decides_and_its_loss_is_no_loss(tmp_path: Path) -> None:
         take(store, version)
     take(store, 60, attempt=2)  # somebody went on from 50: version 100 was given up
     found = store.latest_usable(silent)
-    assert found is not None
     assert found.id == "step-00000060-2"
 
     (tmp_path / "step-00000060-2" / "server0-0.shards").unlink()
     said: list[str] = []
     found = store.latest_usable(said.append)
-    assert found is not None
     assert found.version == 50
     assert said == [
         "snapshot step-00000060-2 is damaged: file server0-0.shards: it is missing; using the one before it"
@@ -310,7 +306,6 @@ def test_latest_decides_and_its_loss_is_no_loss(tmp_path: Path) -> None:
     store.discard("step-00000060-2")
     said.clear()
     found = store.latest_usable(said.append)
-    assert found is not None
     assert found.version == 50
     assert said == [
         f"{tmp_path / 'latest'} names snapshot step-00000060-2, which is not there; using the one before it"
@@ -318,7 +313,6 @@ def test_latest_decides_and_its_loss_is_no_loss(tmp_path: Path) -> None:
 
     (tmp_path / "latest").unlink()
     found = store.latest_usable(silent)
-    assert found is not None
     assert found.version == 100
 
 
@@ -350,7 +344,6 @@ def test_a_shard_that_claims_to_be_huge_is_damage_and_fills_no_memory(tmp_path: 
     (tmp_path / newest.id / "manifest.json").write_bytes(encode_manifest(forged))
     said: list[str] = []
     found = store.latest_usable(said.append)
-    assert found is not None
     assert found.version == 1
     assert f"shard {shard} cannot have {1 << 40} bytes" in said[0]
     with pytest.raises(DamagedSnapshot, match="cannot have"):
@@ -452,7 +445,6 @@ def test_a_read_error_that_goes_away_costs_no_snapshot(
     disk = BadDisk(monkeypatch, errors=2, of=of, what=what)
     found = store.latest_usable(silent)
     assert disk.reads > 2
-    assert found is not None
     assert found.id == newest.id
 
 
@@ -511,7 +503,6 @@ def test_a_read_error_of_a_store_is_no_damage(monkeypatch: pytest.MonkeyPatch, o
         with pytest.raises(StoreSilent, match="reduce your request rate"):
             store.latest_usable(pytest.fail)
     found = store.latest_usable(pytest.fail)
-    assert found is not None
     assert found.id == newest.id
 
 
@@ -567,7 +558,6 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
             store.write_part(snapshot_id(2, 1), "a", records(2), "none")
     assert list((tmp_path / "step-00000002-1").iterdir()) == []
     found = store.latest_usable(silent)
-    assert found is not None
     assert found.version == 1
 
 
@@ -695,7 +685,6 @@ def test_killed_at_any_moment_the_last_committed_snapshot_is_whole(tmp_path: Pat
         writer.close()
 
         found = store.latest_usable(pytest.fail)
-        assert found is not None
         assert found.version >= committed > version
         for manifest in store.manifests():
             store.verify(manifest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from rallypoint.errors import ConfigError, ModelError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster
 from rallypoint.worker.exchange.locked import ShardMemory
-from rallypoint.worker.sources.streamed import StreamedParameters
+from rallypoint.worker.sources.streamed import StreamedParameters, UseOrder
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import streamed_models.py by name
 
@@ -48,9 +49,7 @@ def test_a_later_pass_finds_its_parameters_asked_for() -> None:
     model = build(CASES["again"])
     with EmbeddedJob() as job:
         train(job, model, STREAMED)
-        assert job._run is not None
         streamed = job._run._parts.streamed
-    assert streamed is not None
     counts, uses = streamed.counts, sum(1 for p in model.parameters())
     assert counts.missed < 5 * uses, "only in the first passes, and what is read outside of any"
     assert counts.ready + counts.late > 5 * counts.missed
@@ -212,3 +211,57 @@ def test_any_number_of_workers_and_servers_gives_the_same(workers: int, servers:
     with ProcessCluster(workers=workers, servers=servers) as cluster:
         found = cluster.run(train_case, "several", {**STREAMED, "memory.prefetch_bytes": 1000})
     assert {key: value for one in found for key, value in one.items()} == held("several")
+
+
+# ---- The order in which passes use parameters, and what is asked for ahead ----
+
+
+BYTES = [10, 20, 30, 40]
+
+
+def run(order: UseOrder, uses: Sequence[int]) -> None:
+    order.begin()
+    for index in uses:
+        order.use(index)
+    order.end()
+
+
+def test_nothing_is_known_in_the_first_pass() -> None:
+    order = UseOrder(BYTES)
+    order.begin()
+    order.use(0)
+    assert order.ahead(100) == []
+
+
+def test_the_next_ones_are_asked_for_each_once_up_to_so_many_bytes() -> None:
+    order = UseOrder(BYTES)
+    run(order, [0, 1, 2, 3, 3, 2, 1, 0])
+    order.begin()
+    assert order.ahead(60) == [0, 1, 2]
+    order.use(0)
+    order.use(1)
+    assert order.ahead(70) == [2, 3]
+    order.use(2)
+    assert order.ahead(70) == [3, 2], "the same one, forward and backward, is asked for once"
+    assert order.ahead(1) == [3], "the first in any case"
+
+
+def test_a_pass_in_another_order_finds_its_place_and_is_learnt() -> None:
+    order = UseOrder(BYTES)
+    run(order, [0, 1, 2, 3])
+    order.begin()
+    order.use(2)  # 0 and 1 are left out
+    assert order.ahead(1000) == [3]
+    order.use(0)  # it was used before: the place stays
+    assert order.ahead(1000) == [3]
+    order.end()
+    order.begin()
+    assert order.ahead(1000) == [2, 0]
+
+
+def test_a_pass_that_uses_nothing_changes_nothing() -> None:
+    order = UseOrder(BYTES)
+    run(order, [1, 2])
+    run(order, [])
+    order.begin()
+    assert order.ahead(1000) == [1, 2]

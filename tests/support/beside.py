@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from rallypoint.errors import LinkError
 from rallypoint.net.transport import Connection, Listener, Transport
@@ -53,12 +54,48 @@ class Beside:
             self._error = error
 
 
-def until(happened: Callable[[], bool], what: str | Callable[[], str] = "it has not happened") -> None:
-    """Wait until `happened` returns True: for what tells nobody. AssertionError that says `what`, after a minute."""
-    deadline = time.monotonic() + PATIENCE_S
+def raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
+    """A call that raises this, whatever it is given."""
+
+    def raises(*_: object, **__: object) -> Any:
+        raise error
+
+    return raises
+
+
+class Hanging:
+    """A call that hangs, once it has been made, until a test has seen that nobody waits for it."""
+
+    def __init__(self) -> None:
+        self._entered, self._answers = threading.Event(), threading.Event()
+
+    def __call__(self, *_: object) -> None:
+        self._entered.set()
+        self._answers.wait()
+        raise OSError("at last")
+
+    def keeps_nobody(self, close: Callable[[], object]) -> None:
+        """The call has been made, and `close` returns although it hangs."""
+        assert self._entered.wait(PATIENCE_S)
+        with Beside(close) as closing:
+            closing._thread.join(PATIENCE_S)
+            ended = not closing.is_running()
+            self._answers.set()
+        assert ended, "the end of the job waits for the store"
+
+
+def until(
+    happened: Callable[[], bool], what: str | Callable[[], object] = "it has not happened", *,
+    running: Callable[[], bool] = lambda: True, within: float = PATIENCE_S, pause: float = 0.005,
+) -> None:  # fmt: skip
+    """Wait until `happened` returns True: for what tells nobody. It is asked again after each `pause`.
+
+    AssertionError that says `what` after so many seconds, or once nothing is `running` that could make it happen.
+    """
+    deadline = time.monotonic() + within
     while not happened():
-        assert time.monotonic() < deadline, what if isinstance(what, str) else what()
-        time.sleep(0.005)
+        assert running() and time.monotonic() < deadline, what if isinstance(what, str) else what()  # noqa: PT018
+        time.sleep(pause)
 
 
 def connected(transport: Transport, listener: Listener) -> tuple[Connection, Connection]:

@@ -12,8 +12,7 @@ from rallypoint.watch.app import PageServer
 @contextmanager
 def in_thread(server: PageServer) -> Iterator[None]:
     """In the body a thread answers."""
-    thread = threading.Thread(target=server.answer, name="page", daemon=True)
-    thread.start()
+    (thread := threading.Thread(target=server.answer, name="page", daemon=True)).start()
     try:
         yield
     finally:

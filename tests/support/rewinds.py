@@ -14,6 +14,7 @@ import torch
 
 import rallypoint as rp
 from rallypoint.coordinator.service import JoinInfo
+from rallypoint.core.worker.slots import Compute
 from rallypoint.worker.loop.session import Job
 from support.beside import until
 from support.gathering import Roles, loss_of
@@ -63,6 +64,17 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path)
     yield cluster
     cluster.close()
+
+
+def cut_the_link(job: Job, version: int) -> None:
+    """What has been sent of this round has to be sent again: returns when that is replica 0's turn."""
+    exchange = job._exchange
+    assert exchange is not None
+    link = exchange._links.get("server0")
+    assert link is not None
+    assert link._channel is not None
+    link._channel.connection.close()
+    until(lambda: exchange.next_action() == Compute(version, 0))
 
 
 class Trap(torch.nn.Module):

@@ -157,7 +157,6 @@ def _read(owned: OwnedRows, version: int, ids: list[int]) -> torch.Tensor:
 def test_the_first_rows_depend_on_their_place_alone() -> None:
     owned = _part()
     part = owned.shard.part
-    assert part is not None
     assert part.parts > 1
     expected = first_rows(9, "users", np.arange(part.part, 2 * ROWS, part.parts), COLUMNS)
     assert np.array_equal(owned.master.numpy(), expected)

@@ -208,7 +208,6 @@ def test_a_port_that_is_taken_is_one_sentence(folder: Path) -> None:
 def test_the_command_prints_the_address_and_ends_at_ctrl_c_with_a_page_open(folder: Path) -> None:
     command = [sys.executable, "-m", "rallypoint.cli", "watch", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
         address = process.stdout.readline().split()[-1]
         where, token = address.removeprefix("http://").split("/?token=")
         connection = http.client.HTTPConnection(where, timeout=20)
@@ -295,7 +294,6 @@ def test_a_page_in_a_process_with_few_files_outlives_a_crowd_and_says_little_of_
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=limited
     ) as process:
-        assert process.stdout is not None
         host, port = process.stdout.readline().split()[-1].removeprefix("http://").partition("/")[0].split(":")
         with ExitStack() as stack:
             for _ in range(few + 50):

@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -154,11 +153,8 @@ def prometheus(folder: Path) -> Iterator[Asked]:
 
 def begun(events: Path, run: subprocess.Popen[bytes], told: Callable[[], str]) -> None:
     """Wait until the run's first step is done: on a busy machine its processes may take a minute to start."""
-    deadline = time.monotonic() + 100.0
-    while not (events.exists() and b'"StepDone"' in events.read_bytes()):
-        assert run.poll() is None, told()
-        assert time.monotonic() < deadline, told()
-        time.sleep(0.1)
+    done = lambda: events.exists() and b'"StepDone"' in events.read_bytes()  # noqa: E731
+    until(done, told, running=lambda: run.poll() is None, within=100.0, pause=0.1)
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import re
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,7 @@ from support.programs import Program
 WAITS = 'while micro.step == 5 and not pathlib.Path("gate").exists(): time.sleep(0.01)'
 
 
-def long(happened: Callable[[], bool], what: Callable[[], str]) -> None:
-    """Wait up to 100 s: on a busy machine a run's processes may take a minute to start."""
-    deadline = time.monotonic() + 100.0
-    while not happened():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.05)
+long = partial(until, within=100.0, pause=0.05)  # on a busy machine a run's processes may take a minute to start
 
 
 class Reader:

@@ -77,14 +77,12 @@ def test_the_last_stall_has_the_sentence_that_was_said_meanwhile() -> None:
     run.take(StepDone(21, 1.0, 8), 41.0)
     assert run.stalled["step"] == 20
     told = PageReader().news(run)
-    assert told is not None
     assert told["stalled"]["text"] == sentence
 
 
 def test_the_ledger_says_what_was_used_and_counted() -> None:
     run = run_of(PLAN, members(), *steps(0, 4))
     told = PageReader().news(run)
-    assert told is not None
     assert told["ledger"] == {"updates": 4, "used": 32}
     run.take(protocol.Accounted(applied=6, folded=0, dropped=1, repeats=2, staleness={0: 3, 2: 3}), 9.0)
     told = PageReader().news(run)
@@ -213,13 +211,11 @@ def test_of_very_many_members_the_oldest_that_are_gone_are_forgotten() -> None:
 def test_a_page_is_told_everything_once_and_then_only_what_is_new() -> None:
     run, reader = run_of(PLAN, members(), *steps(0, 3), protocol.Say("hello")), PageReader()
     first = reader.news(run)
-    assert first is not None
     assert first["plan"]["steps"] == 10
     assert first["sentences"][0]["text"] == "hello"
     assert reader.news(run) is None
     run.take(StepDone(3, 1.0, 8), 10.0)
     second = reader.news(run)
-    assert second is not None
     assert second["curves"]["loss"]["step"] == [2, 3]
     assert not {"plan", "sentences", "members", "snapshots"} & second.keys()
     assert "lr" not in second["curves"]
@@ -331,7 +327,6 @@ def test_a_line_that_is_no_event_of_ours_is_passed_over(bad: bytes) -> None:
 def test_numbers_that_json_cannot_tell_are_nan() -> None:
     for event in (StepDone(3, math.nan, 8, figures={"x": math.inf, "y": 2.0}), Metrics(3, {"val": math.nan})):
         found = event_of(line(0.0, event))
-        assert found is not None
         assert str(found[0]) == str(event).replace("inf", "nan")
 
 

@@ -117,7 +117,7 @@ def test_nothing_is_recorded_by_default(tmp_path: Path) -> None:
     assert not (tmp_path / FINGERPRINTS).exists()
 
 
-def test_modes_in_which_a_step_cannot_be_computed_again_refuse(tmp_path: Path) -> None:
+def test_modes_in_which_a_step_cannot_be_computed_again_refuse() -> None:
     with pytest.raises(ConfigError, match=r"fingerprints= is not supported under rp\.Async"):
         resolve({"sync": {"type": "async"}, "audit.fingerprints": 1})
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_fragments import masters
+from test_fragments import holds_version_of
 
 import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.core.protocol import Finished
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.worker.tensors import ModelTensors, weights_hash
+from rallypoint.worker.tensors import weights_hash
 from support.reference_local import train_local_reference
 from support.rewinds import Cluster, Once, cluster, loss_of, train
 from support.training import finish
@@ -40,11 +40,6 @@ def undisturbed(**settings: Any) -> str:
     return weights_hash(model)
 
 
-def in_shards(model: torch.nn.Module) -> list[torch.Tensor]:
-    tensors = ModelTensors(model, resolve(SETTINGS))
-    return [tensors.part(shard.start, shard.stop) for shard in tensors.layout.shards]
-
-
 @pytest.fixture
 def slow_install(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Version 5 is not found to be here before the event is set: replica 0 goes ahead, into step 10."""
@@ -68,8 +63,7 @@ def test_an_evaluation_sees_the_version_and_changes_nothing(replicas: int, slow_
 
         @run.every(1)
         def evaluate(step: int) -> None:
-            owned = masters(job._servers)
-            seen.append(all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model))))
+            seen.append(holds_version_of(job._servers, model))
 
         def install(micro: rp.Micro) -> None:
             if micro.step == 10:
@@ -101,13 +95,11 @@ def test_after_a_roll_back_every_replica_begins_at_the_version_of_the_snapshot(
 
     def watch(micro: rp.Micro) -> None:
         if disturb.done and micro.replica not in begun:
-            owned = masters(cluster.servers[-1:])
-            begun[micro.replica] = all(torch.equal(s, owned[index]) for index, s in enumerate(in_shards(model)))
+            begun[micro.replica] = holds_version_of(cluster.servers[-1:], model)
 
     disturb = Once((10 if ahead else 9, 0, 0), lose)
     train(cluster.job, model, data, disturb, "before", watch=watch, **SETTINGS)
-    owned = masters(cluster.servers[-1:])
-    assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
+    assert holds_version_of(cluster.servers[-1:], model)
     assert begun == {0: True, 1: True}
 
 
@@ -131,5 +123,4 @@ def test_steps_ahead_end_when_they_have_become_stale(
         assert steps[-1] == (15, 0, 0)
     else:
         assert steps[steps.index((15, 0, 0)) + 1][0] < 15
-        owned = masters(cluster.servers[-1:])
-        assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
+        assert holds_version_of(cluster.servers[-1:], model)

@@ -37,6 +37,12 @@ def setting(
     return build_layout(SPECS, config.network.shard_bytes, ranks_of(config)), config
 
 
+def encoders(count: int, *codecs: CodecSpec, **others: Any) -> tuple[int, list[Encoder]]:
+    """The words of shard 0, and so many encoders."""
+    layout, config = setting(*codecs, **others)
+    return layout.shards[0].words, [Encoder(layout, config) for _ in range(count)]
+
+
 def gradient(words: int, seed: int) -> torch.Tensor:
     return torch.randn(words, generator=torch.Generator().manual_seed(seed))
 
@@ -76,9 +82,7 @@ def test_what_goes_raw_is_not_encoded() -> None:
 
 @pytest.mark.parametrize("spec", [Int8(), TopK(), Sign(), PowerSGD(rank=2)])
 def test_a_contribution_that_is_sent_again_is_the_same_and_moves_no_residual(spec: CodecSpec) -> None:
-    layout, config = setting(spec)
-    words = layout.shards[0].words
-    encoder, other = Encoder(layout, config), Encoder(layout, config)
+    words, (encoder, other) = encoders(2, spec)
     first = sent(encoder, 0, 0, 1, gradient(words, 0))
     assert sent(encoder, 0, 0, 1, gradient(words, 5)) == first  # the slot may hold anything by then
     assert sent(other, 0, 0, 1, gradient(words, 0)) == first
@@ -86,9 +90,7 @@ def test_a_contribution_that_is_sent_again_is_the_same_and_moves_no_residual(spe
 
 
 def test_each_replica_has_a_memory_of_its_own_and_a_roll_back_empties_all() -> None:
-    layout, config = setting(PowerSGD(rank=2))
-    words = layout.shards[0].words
-    encoder = Encoder(layout, config)
+    words, (encoder,) = encoders(1, PowerSGD(rank=2))
     first = sent(encoder, 0, 0, 0, gradient(words, 0))
     assert sent(encoder, 0, 0, 1, gradient(words, 0)) == first
     assert sent(encoder, 0, 1, 0, gradient(words, 0)) != first  # its residual and its Q
@@ -97,22 +99,17 @@ def test_each_replica_has_a_memory_of_its_own_and_a_roll_back_empties_all() -> N
 
 
 def test_a_gradient_that_is_not_finite_goes_raw_and_is_not_remembered() -> None:
-    layout, config = setting(Int8())
-    words = layout.shards[0].words
-    encoder, other = Encoder(layout, config), Encoder(layout, config)
+    words, (encoder, other) = encoders(2, Int8())
     assert encoder.encode(0, 0, 0, torch.full((words,), math.nan)) is None
     assert sent(encoder, 0, 1, 0, gradient(words, 0)) == sent(other, 0, 1, 0, gradient(words, 0))
 
 
 @pytest.mark.parametrize("spec", [Int8(), TopK(), Sign(), DGC(ratio=0.01, warmup_steps=3), PowerSGD(rank=2)])
 def test_a_replica_that_moves_goes_on_as_it_would_have(spec: CodecSpec) -> None:
-    layout, config = setting(spec)
-    words = layout.shards[0].words
-    stays, goes, heir = (Encoder(layout, config) for _ in range(3))
+    words, (stays, goes, heir) = encoders(3, spec)
     for step in range(3):
         assert sent(stays, 0, step, 1, gradient(words, step)) == sent(goes, 0, step, 1, gradient(words, step))
     codec_state = goes.give(0, 1)
-    assert codec_state is not None
     assert codec_state.step == 2
     assert goes.give(0, 1) is None  # it is given once
     heir.take(0, 1, codec_state)
@@ -124,9 +121,7 @@ def test_a_replica_that_moves_goes_on_as_it_would_have(spec: CodecSpec) -> None:
 @pytest.mark.parametrize("spec", [Int8(), TopK(), Sign(), DGC(ratio=0.01, warmup_steps=3), PowerSGD(rank=2)])
 def test_a_codec_state_that_lacks_a_step_that_was_made_elsewhere_is_not_used(spec: CodecSpec) -> None:
     """Another worker has contributed step 1, from a codec state of its own: this one is stale."""
-    layout, config = setting(spec)
-    words = layout.shards[0].words
-    away, new = Encoder(layout, config), Encoder(layout, config)
+    words, (away, new) = encoders(2, spec)
     sent(away, 0, 0, 1, gradient(words, 0))
     for step in range(2, 4):
         assert sent(away, 0, step, 1, gradient(words, step)) == sent(new, 0, step, 1, gradient(words, step))
@@ -137,33 +132,25 @@ def test_with_a_quorum_a_snapshot_has_the_state_from_before_the_steps_that_did_w
     quorum: int | None, same: bool
 ) -> None:
     """Without one such a state is stale: the replica goes on from none."""
-    layout, config = setting(PowerSGD(rank=2), sync=rp.Sync(quorum=quorum))
-    words = layout.shards[0].words
-    late, resumed = Encoder(layout, config), Encoder(layout, config)
+    words, (late, resumed) = encoders(2, PowerSGD(rank=2), sync=rp.Sync(quorum=quorum))
     sent(late, 0, 0, 1, gradient(words, 0))
     copy = late.copy(0, 1, 3)
-    assert copy is not None
     assert bool(copy.data) == same
     resumed.take(0, 1, replace(copy, step=2) if copy.data else None)  # a server names it for the version
     assert sent(resumed, 0, 3, 1, gradient(words, 3)) == sent(late, 0, 3, 1, gradient(words, 3))
 
 
 def test_with_a_quorum_a_codec_state_goes_on_after_steps_that_did_without_the_replica() -> None:
-    layout, config = setting(PowerSGD(rank=2), sync=rp.Sync(quorum=1))
-    words = layout.shards[0].words
-    late, new = Encoder(layout, config), Encoder(layout, config)
+    words, (late, new) = encoders(2, PowerSGD(rank=2), sync=rp.Sync(quorum=1))
     sent(late, 0, 0, 1, gradient(words, 0))
     assert sent(late, 0, 2, 1, gradient(words, 2)) != sent(new, 0, 2, 1, gradient(words, 2))
 
 
 def test_a_contribution_that_went_raw_goes_raw_again_from_whoever_takes_the_replica_over() -> None:
-    layout, config = setting(Int8())
-    words = layout.shards[0].words
-    encoder, heir = Encoder(layout, config), Encoder(layout, config)
+    words, (encoder, heir) = encoders(2, Int8())
     sent(encoder, 0, 0, 0, gradient(words, 0))
     assert encoder.encode(0, 1, 0, torch.full((words,), math.nan)) is None
     codec_state = encoder.give(0, 0)
-    assert codec_state is not None
     assert codec_state.step == 1
     heir.take(0, 0, codec_state)
     assert heir.encode(0, 1, 0, torch.full((words,), math.nan)) is None
@@ -174,14 +161,12 @@ def test_a_copy_for_a_step_is_of_the_state_before_it_or_after_it_or_of_none_and_
     layout, config = setting(TopK(ratio=0.1, sampled=False))
     encoder, values = Encoder(layout, config), gradient(layout.shards[0].words, 1)
     none = encoder.copy(0, 0, 4)
-    assert none is not None
     assert (none.step, len(none.data)) == (3, 0), "it begins with step 4"
     sent(encoder, 0, 4, 0, values)
     assert encoder.copy(0, 0, 3) is None
     assert encoder.copy(0, 0, 4) == encoder.copy(0, 0, 5)
     kept = encoder.copy(0, 0, 5)
     assert kept == encoder.give(0, 0)
-    assert kept is not None
     assert (kept.step, len(kept.data) > 0) == (4, True)
 
 

@@ -29,7 +29,7 @@ from rallypoint.worker.exchange import locked as module
 from rallypoint.worker.exchange.exchange import Exchange, push_initial
 from rallypoint.worker.exchange.links import ExchangeContext, ServerLink
 from rallypoint.worker.exchange.locked import Rewound
-from support.beside import Beside, until
+from support.beside import Beside, raising, until
 
 PATIENCE_S = 60.0
 LAYOUT = build_layout([TensorSpec("w", (48,), "float32", 0)], shard_bytes=64)
@@ -325,8 +325,7 @@ def test_a_view_without_the_servers_of_a_dead_host_is_adopted_at_once() -> None:
     )
     _adopt(exchange, before)
     assert {transport.connecting.get(timeout=PATIENCE_S) for _ in dead} == {server.address for server in dead}
-    adopts = threading.Thread(target=_adopt, args=(exchange, _view(2, {"w": (0,), "x": (1,)})))
-    adopts.start()
+    (adopts := threading.Thread(target=_adopt, args=(exchange, _view(2, {"w": (0,), "x": (1,)})))).start()
     try:
         assert transport.connecting.get(timeout=PATIENCE_S) == SERVER.address, "the new home is connected to"
     finally:
@@ -478,7 +477,6 @@ def test_the_forward_pass_s_order_counts_from_the_end_of_the_backward_pass(
     _hold_version_0(exchange)
     channel: Any = _Sending()
     link = exchange._links.get("s")
-    assert link is not None
     link._up(channel)
     exchange.forward.learn([0, 1, 2])
     _compute(exchange, 0)
@@ -572,8 +570,7 @@ def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(monk
         _publish(exchange, 0)
         _install(exchange, 0)
         found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(exchange.next_action()), daemon=True)
-        thread.start()
+        (thread := threading.Thread(target=lambda: found.append(exchange.next_action()), daemon=True)).start()
         until(lambda: bool(exchange._locked.changed._waiters))  # type: ignore[attr-defined]
         for shard in LAYOUT.shards:
             header = Header(Kind.CODEC_STATE, exchange.view.number, shard=shard.index)
@@ -598,8 +595,7 @@ def with_codec_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Exchang
     exchange.arrivals.link_up(SERVER)
     _publish(exchange, 0)
     _install(exchange, 0)
-    waiting = threading.Thread(target=exchange.next_action, daemon=True)
-    waiting.start()
+    (waiting := threading.Thread(target=exchange.next_action, daemon=True)).start()
     until(lambda: len(frames) == len(LAYOUT.shards))
     for shard in LAYOUT.shards:
         exchange.arrivals.codec_state(Header(Kind.CODEC_STATE, exchange.view.number, shard=shard.index), bytearray())
@@ -726,14 +722,10 @@ def test_a_fault_of_a_link_s_thread_ends_the_run_with_a_sentence(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the main thread would wait for ever for versions that nobody receives."""
-
-    def raises(server: str) -> list[machine.Effect]:
-        raise KeyError("a bug")
-
     home, channel = _one_home(exchange)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(exchange._shell, "link_lost", raises)
+            patch.setattr(exchange._shell, "link_lost", raising(KeyError("a bug")))
             channel.connection.close()
             until(lambda: exchange._locked.failure is not None)
         with pytest.raises(JobAborted, match=r"the link to server home has failed: KeyError\('a bug'\)"):

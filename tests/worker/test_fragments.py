@@ -41,9 +41,15 @@ def masters(servers: Any) -> dict[int, torch.Tensor]:
     return {i: shard.master.clone() for s in servers for i, shard in s._reducer._owned.items()}
 
 
-def in_shards(model: torch.nn.Module, **settings: Any) -> list[torch.Tensor]:
-    tensors = ModelTensors(model, resolve({**SETTINGS, **settings}))
+def in_shards(model: torch.nn.Module) -> list[torch.Tensor]:
+    tensors = ModelTensors(model, resolve(SETTINGS))
     return [tensors.part(shard.start, shard.stop) for shard in tensors.layout.shards]
+
+
+def holds_version_of(servers: Any, model: torch.nn.Module) -> bool:
+    """Whether the model has what these servers have."""
+    owned = masters(servers)
+    return all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
 
 
 # ---- what moves ----
@@ -126,8 +132,7 @@ def test_the_last_version_of_every_fragment_comes_as_it_is_on_the_servers() -> N
     model, data = build()
     with EmbeddedJob(servers=2) as job:
         finish(job.train(model, data, **SETTINGS, down=Bf16()), model, loss_of)
-        owned = masters(job._servers)
-        assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
+        assert holds_version_of(job._servers, model)
     assert not all(torch.equal(p, p.bfloat16().float()) for p in model.parameters())
 
 
@@ -169,13 +174,10 @@ def test_after_a_roll_back_every_replica_begins_at_the_version_of_the_snapshot(
 
     def watch(micro: rp.Micro) -> None:
         if disturb.done and not begun:
-            owned = masters(cluster.servers[-1:])
-            begun.extend(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
+            begun.append(holds_version_of(cluster.servers[-1:], model))
 
     yielded = train_disturbed(cluster.job, model, data, disturb, watch=watch, **SETTINGS)
-    owned = masters(cluster.servers[-1:])
-    assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
-    assert begun
-    assert all(begun)
+    assert holds_version_of(cluster.servers[-1:], model)
+    assert begun == [True]
     assert [where for where, abandoned in yielded if abandoned] == [at]
     assert {step for (step, _, _), _ in yielded} == set(range(16))

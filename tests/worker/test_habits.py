@@ -124,7 +124,6 @@ def test_gradients_of_the_batch_alone_are_the_script_s_own() -> None:
         adverse = model(x).square().mean()
         adverse.backward(inputs=[x], retain_graph=True)
         torch.autograd.backward(adverse, None, None, False, None, x)
-        assert x.grad is not None
         micro.backward(model((x + x.grad.sign()).detach()).square().mean())
         adverse = model(x).square().mean()
         adverse.backward(inputs=x)

@@ -256,7 +256,6 @@ def test_a_worker_that_fails_says_which_version_it_has_got(monkeypatch: pytest.M
             for micro in job.train(model, DATA, **SETTINGS):
                 with micro:
                     if micro.step == 1:
-                        assert job._view is not None
                         generations.append(job._view.generation)
                         raise RallypointError("ours")
                     micro.backward(loss_of(model, micro.batch))

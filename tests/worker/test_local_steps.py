@@ -13,16 +13,14 @@ import torch
 
 import rallypoint as rp
 from rallypoint.config import JobConfig, resolve
-from rallypoint.core.worker.slots import Compute
 from rallypoint.errors import NonFiniteLoss
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.transport import InprocConnection, InprocLender
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.sources.local import _Inner
 from rallypoint.worker.tensors import weights_hash
-from support.beside import until
 from support.reference_local import train_local_reference
-from support.rewinds import Cluster, Once, build, cluster, loss_of
+from support.rewinds import Cluster, Once, build, cluster, cut_the_link, loss_of
 from support.rewinds import train as train_disturbed
 from support.training import finish, train
 
@@ -102,16 +100,7 @@ def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same
     While replica 2 is missing the round cannot end: there is always somebody who still wants it.
     """
     model, data = build()
-
-    def cut_the_link() -> None:
-        exchange = cluster.job._exchange
-        assert exchange is not None
-        channel = exchange._links.get("server0")._channel
-        assert channel is not None
-        channel.connection.close()
-        until(lambda: exchange.next_action() == Compute(version, 0))
-
-    disturb = Once((at, 1, 0), cut_the_link)  # in the second step of a round
+    disturb = Once((at, 1, 0), lambda: cut_the_link(cluster.job, version))  # in the second step of a round
     more = {"replicas": 3, "steps": 16, "network.presum_bytes": 0, "sync": sync}
     yielded = train_disturbed(cluster.job, model, data, disturb, "before", **{**SETTINGS, **more})
     times = Counter(where for where, _ in yielded)

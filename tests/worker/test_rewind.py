@@ -13,6 +13,7 @@ from rallypoint.core.protocol import Finished
 from rallypoint.errors import JobAborted
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash
+from support.beside import raising
 from support.rewinds import AT, SETTINGS, Cluster, Once, Where, build, cluster, loss_of, train
 
 __all__ = ["cluster"]  # the fixture
@@ -51,11 +52,8 @@ def test_one_roll_back_after_the_other_changes_no_byte(cluster: Cluster, undistu
 
 
 def test_a_fault_of_the_users_in_the_same_place_is_theirs(cluster: Cluster) -> None:
-    def fail() -> None:
-        raise RuntimeError("mine")
-
     with pytest.raises(RuntimeError, match="mine"):
-        train(cluster.job, *build(), Once(AT, fail))
+        train(cluster.job, *build(), Once(AT, raising(RuntimeError("mine"))))
     assert cluster.coordinator.wait() == "worker0: RuntimeError: mine"
 
 

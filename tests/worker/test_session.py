@@ -15,6 +15,7 @@ from rallypoint.errors import ConfigError, ModelError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.transport import InprocConnection
 from support import training
+from support.beside import raising
 from support.training import DATA, Loss, finish, square
 
 
@@ -46,18 +47,13 @@ def test_the_job_s_record_has_every_name_of_a_tied_tensor() -> None:
     with EmbeddedJob() as job:
         finish(job.train(model, DATA, batch=4, steps=1), model)
         record = job._coordinator._shell.machine.record
-    assert record is not None
     assert record.tied == {"second.weight": "first.weight"}
 
 
 def test_a_failed_run_gives_the_model_back() -> None:
     model = torch.nn.Linear(3, 2)
-
-    def fails(m: torch.nn.Module, batch: Any) -> torch.Tensor:
-        raise RuntimeError("mine")
-
     with pytest.raises(RuntimeError, match="mine"):
-        train(model, fails)
+        train(model, raising(RuntimeError("mine")))
     square(model, DATA[:2]).backward()
     assert model.weight.grad is not None
     train(model)

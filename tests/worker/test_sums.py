@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,7 +212,7 @@ def test_infinities_and_nans_are_summed_as_numbers_are() -> None:
         assert here.run(script) == [["inf", "nan", "2.0", "nan"]] * 2
 
 
-def test_a_job_of_sums_takes_no_snapshots_where_the_cluster_would(tmp_path: Path) -> None:
+def test_a_job_of_sums_takes_no_snapshots_where_the_cluster_would() -> None:
     with cluster(2, snapshots=True) as here:
         assert here.run(lambda made: all_right(made, (50,), ask_for_all(made, (50,)))) == [True, True]
         assert not here.coordinator._shell.machine.course.terms.snapshots
@@ -243,8 +242,7 @@ def test_a_world_of_another_size_than_the_cluster_s_is_refused() -> None:
             except ConfigError as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=join, args=(beside,))
-        thread.start()
+        (thread := threading.Thread(target=join, args=(beside,))).start()
         join(job)
         thread.join(PATIENCE_S)
         for one in (job, beside):

@@ -5,26 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from rallypoint.core.plan import site as sites
 from rallypoint.core.plan.pipeline import bundles_of, split, step_cost
-from rallypoint.core.plan.site import (
-    ACKNOWLEDGED,
-    PACED,
-    PAYLOAD,
-    PortLosses,
-    Rates,
-    Servers,
-    Site,
-    Wiring,
-    Workers,
-    paced,
-    paced_by_port,
-)  # fmt: skip
+from rallypoint.core.plan.site import ACKNOWLEDGED, PACED, PAYLOAD, Servers, Site, Wiring, Workers, paced, paced_by_port
 from rallypoint.core.plan.workload import Layer, Workload, transformer
 
 MBIT = 1e6 / 8
 RACK = 100 * MBIT  # a rack's uplink
 NETLAB_QUEUE = 512 * 1024.0  # what `tests/support/netlab.py` lets wait at a port
-IDEAL = {"losses": None, "speeds": Rates(add=0.0, apply=0.0, own=0.0, latency=0.0)}
+IDEAL = {"losses": None, "speeds": sites.Rates(add=0.0, apply=0.0, own=0.0, latency=0.0)}
 
 
 def site(workers: int, servers: int, mbit: float, **more: object) -> Site:
@@ -252,7 +241,7 @@ def test_members_find_a_pace_where_there_are_as_many_servers_as_workers() -> Non
         found = paced_by_port(workers_only)
         assert [group.rate for group in found.workers] == [PACED * 100.0 * MBIT]
         assert found.servers == workers_only.servers
-        assert found.losses == PortLosses(gathered=0.0)
+        assert found.losses == sites.PortLosses(gathered=0.0)
     for nobody in (
         site(4, 2, 100.0), site(1, 1, 100.0), site(4, 4, 100.0, beside=True),
         site(8, 8, 100.0, rack=4, uplink=100 * MBIT), site(8, 8, 100.0, rack=4, uplink=100 * MBIT, aggregators=True),
@@ -285,7 +274,7 @@ def test_ports_lose_something_for_each_further_sender_up_to_three() -> None:
         assert took == pytest.approx(workers * alone / part, rel=0.03)
         even = step_cost(work, site(workers, 1, 100.0, losses=None)).seconds
         assert even == pytest.approx(workers * alone, rel=0.03)
-    down = PortLosses(gathered=0.0, spread=0.1)
+    down = sites.PortLosses(gathered=0.0, spread=0.1)
     assert step_cost(work, site(4, 4, 100.0, losses=down)).seconds > 1.2 * step_cost(
         work, site(4, 4, 100.0, losses=None)
     ).seconds  # fmt: skip

@@ -15,6 +15,7 @@ from rallypoint.data import cache as cache_module
 from rallypoint.data.cache import Cache, CacheEntries, FilePiece
 from rallypoint.errors import UsageError
 from rallypoint.own_files import OpenFolder
+from support.beside import raising
 
 from cache_writers import hold_and_die, many_reads  # isort: skip
 
@@ -149,11 +150,8 @@ def test_who_waits_too_long_for_another_process_fetches_by_itself(cache: Cache, 
 
 
 def test_a_disk_that_fails_costs_no_sample(cache: Cache, monkeypatch: Any, caplog: Any) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     cache.get(piece(1), lambda: data_of(piece(1)))
-    monkeypatch.setattr(CacheEntries, "keep", full)
+    monkeypatch.setattr(CacheEntries, "keep", raising(OSError(28, "No space left on device")))
     fetched = list[int]()
     for _ in range(2):
         assert cache.get(piece(2), lambda: fetched.append(1) or data_of(piece(2))) == data_of(piece(2))
