@@ -71,6 +71,12 @@ def loading() -> Iterator[Any]:
     assert not multiprocessing.active_children()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _a_data_loader_of_the_scripts_own() -> None:
+    """From now on torch raises the death of each process that it knows in the main thread."""
+    list(torch.utils.data.DataLoader(range(2), num_workers=1))  # type: ignore[arg-type]
+
+
 def alone(place: Place) -> Any:
     return MicroBatches(Noisy(), CONFIG, CPU).loaded(*place)[0]
 

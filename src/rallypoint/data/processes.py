@@ -31,6 +31,7 @@ from typing import Any
 import msgspec
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from rallypoint.data.loader import MicroBatches
@@ -465,6 +466,11 @@ class LoaderProcesses:
             # This process's own end of the queue into which they write: else there is no end to see when all of them
             # have died, one of them in the middle of a message.
             arriving._worker_result_queue._writer.close()  # type: ignore[attr-defined]
+            # Once the script has used a DataLoader with processes, torch raises the death of each that it knows in the
+            # main thread, in the middle of anything. Those of this one are replaced.
+            if arriving._worker_pids_set:  # type: ignore[attr-defined]
+                signal_handling._remove_worker_pids(id(arriving))  # type: ignore[attr-defined]
+                arriving._worker_pids_set = False  # type: ignore[attr-defined]
         begun = [process for process in multiprocessing.active_children() if process not in before]
         with self._changed:
             self._processes, self._none = begun or self._processes, False  # the second time they are the same
