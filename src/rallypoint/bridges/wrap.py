@@ -126,7 +126,7 @@ def _check_first(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Opti
 def _script_ends(job: Job, run: OwnRun) -> None:
     """The script ends. If the job is not over, nobody else can compute its replica: say so."""
     error = getattr(sys, "last_value", None)
-    if run.over or job.left or run.replaced or isinstance(error, JobAborted):
+    if run.over or run.released or job.left or run.replaced or isinstance(error, JobAborted):
         return
     why = sentence_of(error) if error is not None else (
         f"its script has ended at step {run.position} of {run.config.steps}: call optimizer.finish() where the loop "
