@@ -207,7 +207,7 @@ def test_a_run_that_gets_more_steps_decides_as_one_that_had_them_from_the_start(
     assert commit.version == 4
 
     settings = {**rule, "steps": 8}
-    resumed = Resumed(record(**settings), commit.snapshot, 4, None, commit.decided.going_on())
+    resumed = Resumed(record(**settings), commit.snapshot, 4, None, commit.decided.going_on(4))
     again = Play(settings=settings, resume=resumed).begin()
     again.say("w0", protocol.Evaluates((2,)))
     again.say("w0", Evaluated(4, again.view.generation, {"loss": 1.0}))

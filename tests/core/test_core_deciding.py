@@ -141,6 +141,18 @@ def test_a_job_that_goes_back_to_a_snapshot_decides_what_that_says() -> None:
     assert job.view.orders.lease == Lease(8, "w2", until=12)
 
 
+def test_a_job_that_goes_back_to_its_first_snapshot_does_not_end_as_the_run_did_that_it_goes_on_from() -> None:
+    record, name = _record(), "step-00000010-1"
+    job = _Job(_terms(1, 1), record=record, resume=Resumed(record, name, 10, decided=Decided(8)))
+    job.come("s0", "w0")
+    job.play(From("w0", Evaluates((EVERY,), stops=(RULE,))), Left("s0", "x"))
+    job.come("s1")
+    end = EarlyEnd(10, "the run before")
+    job.play(SnapshotFound(name, 10, end, Decided(8, stop=end)))
+    assert job.view.orders.stop is None
+    assert job.machine.course.evaluations.decided == Decided(8)
+
+
 def test_what_a_snapshot_says_goes_on_in_a_run_that_is_resumed() -> None:
     rules = Rules(plateau=ReduceOnPlateau("loss", patience=0))
     decided = Decided().after(rules, 4, {"loss": 1.0}, 8).after(rules, 8, {"loss": 1.0}, 12)
@@ -152,16 +164,20 @@ def test_what_a_snapshot_says_goes_on_in_a_run_that_is_resumed() -> None:
     assert job.view.orders.lease == Lease(12, "w0", until=16)
 
 
-def _evaluated(end: int, resume: Decided | None = None, start: int = 0) -> Decided:
+def _evaluated(
+    end: int, resume: Decided | None = None, start: int = 0, stops: tuple[StopWhen, ...] = ()
+) -> Decided:  # fmt: skip
     """Play a job to its last version `end`. Returns what its last snapshot says. No result is an improvement."""
     record = _record(steps=end, evaluation=Evaluation(plateau=ReduceOnPlateau(metric="loss", patience=0)))
-    resumed = None if resume is None else Resumed(record, f"step-{start:08d}-1", start, None, resume)
+    resumed = None if resume is None else Resumed(record, f"step-{start:08d}-1", start, resume.stop, resume)
     job = _Job(_terms(1, 1), record=record, resume=resumed)
     job.come("s0", "w0")
-    job.play(From("w0", Evaluates((EVERY,))))
+    job.play(From("w0", Evaluates((EVERY,), stops=stops)))
     ledger = job.machine.course.evaluations
     for version in range(max(1, start), end + 1):
-        if ledger.is_due(record, version, end) and version > ledger.decided.version:
+        if version > job.machine.course.last:
+            break
+        if ledger.is_due(record, version, job.machine.course.last) and version > ledger.decided.version:
             _reported(job, version)
             _result(job, version, 1.0, "w0")
             assert ledger.decided.version == version
@@ -173,6 +189,19 @@ def test_a_run_that_ends_and_is_resumed_with_more_steps_reduces_the_rates_as_an_
     undisturbed = _evaluated(40)
     assert undisturbed.reductions == (12, 16, 20, 24, 28, 32, 36, 40)
     assert _evaluated(40, _evaluated(end), end) == undisturbed
+
+
+@pytest.mark.parametrize("end", range(1, 17))
+def test_a_run_that_ends_and_is_resumed_with_more_steps_ends_early_as_an_undisturbed_one(end: int) -> None:
+    undisturbed = _evaluated(40, stops=(RULE,)).stop
+    assert undisturbed is not None
+    assert undisturbed.version == 16
+    stop = _evaluated(40, _evaluated(end, stops=(RULE,)).going_on(end), end, stops=(RULE,)).stop
+    assert stop is not None
+    if end < 16:
+        assert stop == undisturbed
+    else:
+        assert stop.version == 28, "the rule has ended it: it begins anew with the evaluation of step 16"
 
 
 def test_what_was_decided_before_its_version_became_the_last_one_is_not_decided_again() -> None:

@@ -116,7 +116,7 @@ def test_what_is_decided_goes_through_a_journal_and_a_manifest_and_goes_on_the_s
 
 def test_a_job_that_somebody_lets_go_on_after_its_early_end_begins_its_rules_anew() -> None:
     rules = Rules((StopWhen(metric="loss", patience=1),), ReduceOnPlateau("loss", patience=0))
-    decided = _decided(rules, [1.0, 1.0]).going_on()
+    decided = _decided(rules, [1.0, 1.0]).going_on(30)
     assert decided.stop is None
     assert decided.reductions == (30,)
     assert _decided(rules, [1.0], decided).stop is None

@@ -16,6 +16,8 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, begun_by
 from rallypoint.core.cluster.storing.snapshot_duty import ATTEMPTS
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.decisions import Decided, StopWhen, Trend
+from rallypoint.core.view import EarlyEnd
 from rallypoint.errors import DamagedSnapshot, UsageError
 from rallypoint.launch.commands.resume import command_of, start_of
 from rallypoint.store.snapshots import SnapshotStore
@@ -125,6 +127,21 @@ def test_another_command_begins_with_the_snapshot_that_it_names(about: JoinInfo,
     assert [change.key for change in changes] == ["steps"]
     launched, _ = start_of("step-00000020-10002", about, command="")
     assert launched is not None, "a launcher says it once"
+
+
+@pytest.mark.parametrize(
+    ("end", "counts"), [(None, True), (50, True), (40, False)], ids=["none", "not-there-yet", "with-this-version"]
+)
+def test_with_more_steps_a_rule_begins_anew_only_if_it_has_ended_the_job(
+    about: JoinInfo, end: int | None, counts: bool
+) -> None:
+    store, name = SnapshotStore(about.snapshots), "step-00000040-20001"
+    stop = None if end is None else EarlyEnd(end, "no better", "run.stop_when")
+    decided = Decided(30, {repr(StopWhen(metric="loss", patience=3)): Trend(1.0, 2)}, stop=stop)
+    store.commit(msgspec.structs.replace(store.load(name), stop=stop, decided=decided))
+    start, _ = start_of(name, msgspec.structs.replace(about, overrides={"steps": 200}), "")
+    assert start is not None
+    assert (start.stop, start.decided) == ((stop, decided) if counts else (None, Decided(30)))
 
 
 def test_after_a_failure_the_same_command_begins_with_the_snapshot(about: JoinInfo) -> None:

@@ -51,10 +51,20 @@ def test_who_came_and_went_stays_in_sight_whatever_advice_is_given() -> None:
         members("worker0", "worker2"), *others, *advice,
     ))  # fmt: skip
     happened = text[text.index("what happened") : text.index("loss")]
-    for said in ("worker1 is gone: it was killed", "waiting for worker1", "with worker2", "(4 times)", "advice h"):
+    assert "from step 3 on replicas are assigned by speed (worker0 3, worker2 6)\n" in re.sub(r" *│?\n", "\n", happened)
+    for said in ("worker1 is gone: it was killed", "waiting for worker1", "with worker2", "advice h"):
         assert said in happened, happened
-    for said in ("without worker1", "2 more workers", "advice a", "from step 2 on"):
+    for said in ("without worker1", "2 more workers", "advice a", "from step 2 on", "times)"):
         assert said not in happened, happened
+
+
+def test_only_the_same_line_said_again_is_counted_and_the_newest_snapshot_has_no_age() -> None:
+    evaluated = [Say(f"worker1 has evaluated step {step}") for step in (20, 40, 60)]
+    same = [Say("worker0 waits for its data")] * 3
+    text = text_of(run_of(PLAN, members(), *evaluated, *same, Snapshotted("s", 5, 2_000_000, 0.1), *steps(0, 5)))
+    assert re.search(r"worker1 has evaluated step 60 *│", text), text
+    assert "worker0 waits for its data (3 times)" in text, text
+    assert re.search(r"version 5, 2\.0 MB *│", text), text
 
 
 def test_of_several_runs_it_shows_the_settings_that_differ_and_the_losses_on_one_scale() -> None:

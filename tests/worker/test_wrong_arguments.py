@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import rallypoint as rp
 from rallypoint.errors import ConfigError, DataError, ModelError, RallypointError, UsageError
+from rallypoint.launch.console import RunConsole
 from rallypoint.launch.embedded import EmbeddedJob
 from support import training
 from support.training import DATA, square
@@ -157,6 +159,22 @@ def test_a_loop_that_never_began_is_told_when_alone_too(rounds: int | None, caps
             if micro.step == rounds:
                 break
     assert ("the loop has not begun" in capsys.readouterr().err) is (rounds is None)
+
+
+def test_sys_exit_in_the_loop_is_said_as_a_break_is_when_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(3, 2)
+
+    def train() -> None:
+        with EmbeddedJob(console=RunConsole()) as job:
+            for micro in job.train(model, DATA, batch=4, steps=4):
+                with micro:
+                    micro.backward(model(micro.batch[0]).square().mean())
+                if micro.step == 1:
+                    sys.exit(0)
+
+    with pytest.raises(SystemExit):
+        train()
+    assert "done: 2 of 4 steps (the loop was left at step 1)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

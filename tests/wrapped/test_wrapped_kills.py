@@ -140,6 +140,10 @@ def test_a_script_that_ends_early_fails_the_job_with_a_sentence(tmp_path: Path, 
     )  # fmt: skip
     assert status != 0
     assert sentence in " ".join(text.split())
+    status, text = run_program([str(script)], tmp_path / "alone", env=dict(os.environ), cwd=tmp_path)
+    assert status == bool(last)
+    assert (f"warning: {sentence}" if status == 0 else "ValueError: no such file") in text
+    assert "is gone" not in text
 
 
 # ---- loops over epochs, and what a process that is started again would do wrong in silence ----

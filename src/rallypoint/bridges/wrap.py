@@ -17,6 +17,7 @@ from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.errors import ConfigError, JobAborted, UsageError, sentence_of
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.join import join
+from rallypoint.observe.lenient import say
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.ranks.run import RankJob
 from rallypoint.worker.wrapped import OneSample, OwnRun, Replay, WrappedOptimizer
@@ -125,10 +126,12 @@ def _check_first(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Opti
 def _script_ends(job: Job, run: OwnRun) -> None:
     """The script ends. If the job is not over, nobody else can compute its replica: say so."""
     error = getattr(sys, "last_value", None)
-    if run.over or job.left or run.replaced or isinstance(job, EmbeddedJob) or isinstance(error, JobAborted):
+    if run.over or run.released or job.left or run.replaced or isinstance(error, JobAborted):
         return
     why = sentence_of(error) if error is not None else (
         f"its script has ended at step {run.position} of {run.config.steps}: call optimizer.finish() where the loop "
         "ends earlier on all processes"
     )  # fmt: skip
     run.give_up(why)
+    if error is None and isinstance(job, EmbeddedJob):
+        say(f"warning: {why}. On a cluster the job would fail", error=True)

@@ -197,8 +197,10 @@ class Decided(msgspec.Struct, frozen=True):
             trends[repr(plateau)] = trend
         return Decided(version, trends, reductions, best, stop)
 
-    def going_on(self) -> Decided:
-        """Without the early end, and without what its rules know: somebody wants the job to go on."""
+    def going_on(self, version: int) -> Decided:
+        """What a run with more steps begins with at `version`. If rules have ended the job there, they begin anew."""
+        if self.stop is None or self.stop.version > version:
+            return self
         trends = {name: trend for name, trend in self.trends.items() if not name.startswith(StopWhen.__name__)}
         return msgspec.structs.replace(self, stop=None, trends=trends)
 

@@ -86,7 +86,7 @@ class EmbeddedJob(Job):
 
     def _finish(self, run: Run | None) -> None:
         try:
-            super()._finish(run)
+            super()._finish(run if self._console is None else self._run)  # sys.exit(0) in the loop is as a `break`
         except UsageError as error:
             say(f"warning: {error}. On a cluster the job would fail", error=True)
             return

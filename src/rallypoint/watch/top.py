@@ -146,8 +146,7 @@ def _times(run: RunState, width: int, *, short: bool) -> RenderableType:
         table.add_row(_text(f"lost to {cause}"), _seconds(lost))
     if run.snapshots:
         newest = run.snapshots[-1]
-        size, ago = newest["nbytes"] / 1e6, run.now - newest["t"]
-        table.add_row("newest snapshot", f"version {newest['version']}, {size:.1f} MB, {_seconds(ago)} before")
+        table.add_row("newest snapshot", f"version {newest['version']}, {newest['nbytes'] / 1e6:.1f} MB")
     for worker, late in sorted(run.late.items(), key=lambda one: -one[1])[:_LATE]:
         table.add_row(_text(worker), f"{_seconds(late)} behind the first")
     return Panel(table, title="time", title_align="left", width=width)
@@ -186,7 +185,8 @@ def _happened(run: RunState, most: int) -> RenderableType:
         first = text.partition(" ")[0].strip(":,")
         matters = kind not in ("", "skip") or first in run.members.spans or one.get("step", 0) > 0
         sort = _VARIES.sub("", text)
-        lines[sort] = matters, float(one["t"]), text, lines[sort][3] + 1 if sort in lines else 1
+        again = sort in lines and lines[sort][2] == text  # else it has other numbers: the newest counts
+        lines[sort] = matters, float(one["t"]), text, lines[sort][3] + 1 if again else 1
     table = Table.grid(padding=(0, 2))
     for _, t, text, times in sorted(sorted(lines.values())[-most:], key=lambda line: line[1]):
         table.add_row(Text(_seconds(t), "dim"), _text(text + (f" ({times} times)" if times > 1 else "")))

@@ -306,7 +306,7 @@ class Succession:
         if course.phase is not Phase.RECOVERING or not course.members.servers:
             return []
         origin = course.origin
-        if event.snapshot == "" and origin is not None and origin.is_elsewhere:  # nothing of this job is stored yet
+        if origin is not None and event.snapshot == ("" if origin.is_elsewhere else origin.snapshot):  # no other is yet
             event = events.SnapshotFound(origin.snapshot, origin.version, origin.stop, origin.decided)
         if event.snapshot == "":
             if course.furthest >= 0 or course.applied >= 0 or origin is not None:

@@ -19,7 +19,6 @@ from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.own_files import was_left
 
 _PATIENCE_S, _ORDER_S = 600.0, 30.0
-
 _AWAY = "the coordinator is gone before it has answered; waiting for the next one"
 _AGAIN = "the coordinator is back, and was asked again"
 

@@ -75,7 +75,7 @@ def start_of(resume: str, about: JoinInfo, command: str) -> tuple[Resumed | None
         record = msgspec.structs.replace(record, threads=about.threads)
     stop, decided = manifest.stop, manifest.decided
     if any(change.key == "steps" for change in changes):
-        stop, decided = None, decided.going_on()
+        stop = (decided := decided.going_on(manifest.version)).stop
     epoch = max((order(known.id)[1] // ATTEMPTS for known in own), default=0)  # of coordinators that asked for them
     return Resumed(record, snapshot, manifest.version, stop, decided, epoch), changes
 

@@ -31,8 +31,6 @@ _SNAPSHOT = re.compile(rf"({_LABEL.pattern}|[a-z0-9]+://[!-~]+)/(latest|step-\d{
 _FILE = re.compile(r"[-._A-Za-z0-9]{1,253}")  # as a key in a ConfigMap
 _IMAGE = re.compile(r"[!-~]+")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i?)?")
-
-
 _WORDS = {  # the most characters, what it is, and how that is said
     "label": (LONGEST_NAME, _LABEL, "a name has small letters, digits and '-', begins with a letter and ends with a "
               f"letter or a digit, and has at most {LONGEST_NAME} of them"),

@@ -83,8 +83,6 @@ def mode_said(record: JobRecord, view: View, welcome: protocol.Welcome, device: 
 
 
 HAND_OVER_S, LEAVE_WITHIN_S = 6.0, 10.0  # after a worker is told to go; launchers and batch systems end it soon after
-
-
 TOO_LATE = "the job was over before this worker took part in it"
 
 
