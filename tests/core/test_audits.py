@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from test_core_cluster import RECORD, _begun, _Job, _of, _terms
 
 from rallypoint.config import JobConfig, audits_of, record_of, resolve

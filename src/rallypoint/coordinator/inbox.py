@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+
+import msgspec
 
 from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
 from rallypoint.core.protocol import Aborted, Hello, Message, Say, Snapshotted
@@ -23,16 +24,14 @@ class End(enum.Enum):
     LOST = "lost"  # the network did not carry for too long
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """A worker, server or observer has connected and said hello."""
 
     connection: Connection
     hello: Hello
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """A message has arrived; `coordinator.connections` has accepted it."""
 
     connection: Connection
@@ -40,8 +39,7 @@ class Received:
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(msgspec.Struct, frozen=True):
     """A connection ended; `reason` says why, as far as known."""
 
     connection: Connection
@@ -50,13 +48,11 @@ class Closed:
     how: End = End.CLOSED
 
 
-@dataclass(frozen=True, slots=True)
-class Ticked:
+class Ticked(msgspec.Struct, frozen=True):
     """Time has passed: the owner's thread sends it at a fixed interval."""
 
 
-@dataclass(frozen=True, slots=True)
-class Barrier:
+class Barrier(msgspec.Struct, frozen=True):
     """Call `reached`, on the owner's thread, when all events before it have been handled."""
 
     reached: Callable[[], None]

@@ -23,14 +23,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
+import msgspec
+
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.shard.shell import Fence, L
 from rallypoint.core.sums import Block, blocks_of, is_block, parent, sibling
 from rallypoint.core.view import Member, View, ViewNumber
 
 
-@dataclass(frozen=True, slots=True)
-class BlockContribution:
+class BlockContribution(msgspec.Struct, frozen=True):
     """A block of replicas' contribution to a shard's step. A block of one replica is not weighted yet.
 
     Attributes:
@@ -46,8 +47,7 @@ class BlockContribution:
     gradients: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True):
     """The payload becomes a part."""
 
     shard: int
@@ -56,8 +56,7 @@ class Keep:
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class DropPayload:
+class DropPayload(msgspec.Struct, frozen=True):
     """The payload is not needed. `fault`: end the sender's connection with this sentence. No honest worker sends it, or
     this aggregator is far behind: then the worker sends the step in progress again, to the servers."""
 
@@ -65,8 +64,7 @@ class DropPayload:
     fault: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MergeParts:
+class MergeParts(msgspec.Struct, frozen=True):
     """Add part `right` to part `left`, each times its factor first (a leaf's weight; 1.0 for what is weighted)."""
 
     shard: int
@@ -77,8 +75,7 @@ class MergeParts:
     right_factor: float
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(msgspec.Struct, frozen=True):
     """Release a part."""
 
     shard: int
@@ -86,8 +83,7 @@ class Forget:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class PushPart:
+class PushPart(msgspec.Struct, frozen=True):
     """Send a part to the shard's primary. It is kept: it may have to be sent again."""
 
     shard: int
@@ -99,8 +95,7 @@ class PushPart:
     gradients: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class KeepVersion:
+class KeepVersion(msgspec.Struct, frozen=True):
     """Keep the version that has arrived."""
 
     shard: int
@@ -108,8 +103,7 @@ class KeepVersion:
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class GiveVersion:
+class GiveVersion(msgspec.Struct, frozen=True):
     """Send a kept version to a worker. `asked`: it needs this very version."""
 
     worker: str
@@ -118,23 +112,20 @@ class GiveVersion:
     asked: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseVersion:
+class ReleaseVersion(msgspec.Struct, frozen=True):
     """Release a kept version."""
 
     shard: int
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class FollowServer:
+class FollowServer(msgspec.Struct, frozen=True):
     """Ask a server for the newest version of each of its shards, and each later one."""
 
     server: str
 
 
-@dataclass(frozen=True, slots=True)
-class FetchVersion:
+class FetchVersion(msgspec.Struct, frozen=True):
     """Ask a shard's primary for one version."""
 
     shard: int
@@ -142,8 +133,7 @@ class FetchVersion:
     server: str
 
 
-@dataclass(frozen=True, slots=True)
-class DismissWorkers:
+class DismissWorkers(msgspec.Struct, frozen=True):
     """End the connections of these workers: they are to use the servers. `why` is a sentence for them."""
 
     workers: tuple[str, ...]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from rallypoint.core.protocol import Capture, Held, Message, Say, SnapshotEvery
 from rallypoint.core.view import View
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True):
     """Tell this member why it cannot take part (any more), then close its connection."""
 
     member: str
@@ -19,8 +16,7 @@ class Refuse:
     final: bool = False  # it would be refused again
 
 
-@dataclass(frozen=True, slots=True)
-class SendTo:
+class SendTo(msgspec.Struct, frozen=True):
     """Send a message to this member: the job's record, a straggler's replica, or that a server may go as it was told.
     """
 
@@ -28,37 +24,32 @@ class SendTo:
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(msgspec.Struct, frozen=True):
     """Tell this member its incarnation."""
 
     member: str
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class PublishView:
+class PublishView(msgspec.Struct, frozen=True):
     """Send the view to these members."""
 
     view: View
     members: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(msgspec.Struct, frozen=True):
     """All parts are stored: write the manifest."""
 
     snapshot: str
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class FindSnapshot:
+class FindSnapshot(msgspec.Struct, frozen=True):
     """Look for the newest usable snapshot; the event `Found` is the answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """Write a sentence into the event log only."""
 
     text: str

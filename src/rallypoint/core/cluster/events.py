@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.decisions import Decided
@@ -10,8 +10,7 @@ from rallypoint.core.protocol import Message
 from rallypoint.core.view import EarlyEnd, Member, ViewNumber
 
 
-@dataclass(frozen=True, slots=True)
-class TookOver:
+class TookOver(msgspec.Struct, frozen=True):
     """Members of an earlier coordinator have said what they know: go on from this state; None: from the journal's.
 
     It comes before all other events, or not at all. `complete`: no view had an effect that nobody has told of.
@@ -21,16 +20,14 @@ class TookOver:
     complete: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Outrun:
+class Outrun(msgspec.Struct, frozen=True):
     """A member knows a newer view of an earlier coordinator than the one from which this coordinator went on."""
 
     member: str
     number: ViewNumber
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(msgspec.Struct, frozen=True):
     """A process connected; `member.incarnation` is what it was given before, 0 if it knows of none.
 
     `process` is a name that no other process has: it may have been admitted, and its connection have broken before it
@@ -42,16 +39,14 @@ class Joined:
     process: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class From:
+class From(msgspec.Struct, frozen=True):
     """A member's message: it is the machine's event as it stands, once `coordinator.claims` has believed it."""
 
     member: str
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(msgspec.Struct, frozen=True):
     """A worker has computed a replica of `step` in `seconds`, in that generation; the time is `now`, in seconds."""
 
     worker: str
@@ -62,16 +57,14 @@ class Computed:
     now: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(msgspec.Struct, frozen=True):
     """A member's process closed its connection, or has ended; `reason` says why, as far as known."""
 
     member: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unlinked:
+class Unlinked(msgspec.Struct, frozen=True):
     """A member's connection broke, and its process may live: the network does not carry. Or (`reset`) its system, which
     had answered until then, has reset it: a dead process's system does that."""
 
@@ -80,15 +73,13 @@ class Unlinked:
     reset: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True):
     """A member sent a sign of life."""
 
     member: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """The time is `now`, in seconds of a clock that never goes back.
 
     Attributes:
@@ -99,32 +90,27 @@ class Tick:
     replaced: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Resized:
+class Resized(msgspec.Struct, frozen=True):
     """From now on at most `workers` workers compute."""
 
     workers: int
 
 
-@dataclass(frozen=True, slots=True)
-class Paused:
+class Paused(msgspec.Struct, frozen=True):
     """The operator pauses the job (`on`), or lets it go on."""
 
     on: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotOrdered:
+class SnapshotOrdered(msgspec.Struct, frozen=True):
     """A user asks for a snapshot."""
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(msgspec.Struct, frozen=True):
     """A user lets the job end although its last version is in no snapshot."""
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
+class Captured(msgspec.Struct, frozen=True):
     """The member `server` (a server, or a worker under AllReduce) has stored these shards of a snapshot."""
 
     server: str
@@ -132,8 +118,7 @@ class Captured:
     shards: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotLost:
+class SnapshotLost(msgspec.Struct, frozen=True):
     """A member could not store its part of a snapshot, or the manifest could not be written."""
 
     snapshot: str
@@ -141,15 +126,13 @@ class SnapshotLost:
     passed: int = -1  # the version of a shard that was past the snapshot's version already; else -1
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(msgspec.Struct, frozen=True):
     """A snapshot is complete and durable."""
 
     snapshot: str
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotFound:
+class SnapshotFound(msgspec.Struct, frozen=True):
     """The answer to `FindSnapshot`: the newest usable snapshot; "" if there is none.
 
     It knows the job's early end, and what was decided from evaluations of versions up to it.
@@ -158,7 +141,7 @@ class SnapshotFound:
     snapshot: str
     version: int = -1
     stop: EarlyEnd | None = None
-    decided: Decided = field(default_factory=Decided)
+    decided: Decided = msgspec.field(default_factory=Decided)
 
 
 Event = (

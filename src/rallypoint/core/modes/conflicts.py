@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from rallypoint.core.modes.traits import Feature, ModeName
 
@@ -25,8 +25,7 @@ _F = Feature
 _STREAMING = frozenset({ModeName.SSP, ModeName.ASYNC, ModeName.LOCAL_ASYNC})
 
 
-@dataclass(frozen=True, slots=True)
-class Conflict:
+class Conflict(msgspec.Struct, frozen=True):
     """Two features that do not work together, in these modes (by default in all)."""
 
     first: Feature
@@ -131,8 +130,7 @@ CONFLICTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class StandsAlone:
+class StandsAlone(msgspec.Struct, frozen=True):
     """A feature of jobs without a training loop of ours: it goes together with `takes`, and with nothing else."""
 
     feature: Feature

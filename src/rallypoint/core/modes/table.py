@@ -7,28 +7,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from rallypoint.core.modes.conflicts import ALONE, CONFLICTS
 from rallypoint.core.modes.traits import Feature, ModeName, name_of
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Mode, Sync
 
 
-@dataclass(frozen=True, slots=True)
-class Yes:
+class Yes(msgspec.Struct, frozen=True):
     """The feature works, and the mode's promises hold with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class No:
+class No(msgspec.Struct, frozen=True):
     """The feature is refused; `why` says the reason and what to do."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Only:
+class Only(msgspec.Struct, frozen=True):
     """The feature works only together with `beside`; `why` says what to do without it."""
 
     beside: Feature

@@ -8,7 +8,6 @@ ahead, and scatters its gradients after the latter. Collectives go one at a time
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import msgspec
 
@@ -20,8 +19,7 @@ from rallypoint.core.plan.workload import Workload
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # torch's defaults, bytes of gradient
 
 
-@dataclass(frozen=True, slots=True)
-class Ring:
+class Ring(msgspec.Struct, frozen=True):
     """All ranks in a ring: on each host it enters once and leaves once, so a host's link carries one rank's bytes."""
 
     members: int

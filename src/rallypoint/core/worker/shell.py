@@ -15,9 +15,10 @@ Adopt a view in three steps, because links have to end before the machine gets t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker import slots

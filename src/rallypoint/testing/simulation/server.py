@@ -153,7 +153,7 @@ class SimulatedServer(PlayedMember, ServerService):
                     for name in (state[:TOKEN], state[-TOKEN:])
                 ]  # fmt: skip
                 kept[replica] = np.frombuffer(bytes(state[TOKEN:-TOKEN]).join(renewed), np.uint8)
-            event = replace(event, record=replace(event.record, codec_states=kept))
+            event = inbox.Restored(replace(event.record, codec_states=kept), event.generation)
         self.reducer_event(event)
 
     def _put_verdict(self, verdict: StepVerdict) -> None:
