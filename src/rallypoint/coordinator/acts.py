@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from rallypoint.coordinator.inbox import Connection
-from rallypoint.core.cluster.effects import Abort, FindSnapshot, FinishJob
+from rallypoint.core.cluster.effects import FindSnapshot
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.decisions import Decided
 from rallypoint.core.job import JobRecord
@@ -68,7 +68,7 @@ class AddPart(msgspec.Struct, frozen=True):
 
 
 class CommitSnapshot(msgspec.Struct, frozen=True):
-    """Write the manifest; `Snapshotted` or `SnapshotLost` follows. The snapshot `origin` must not be deleted.
+    """Write the manifest; `Snapshotted` or `NotStored` follows. The snapshot `origin` must not be deleted.
 
     `stop`: the job's early end, if it is known. `decided`: what was decided from evaluations up to this version.
     `kept`: see `Course.kept`.
@@ -106,11 +106,6 @@ Act = (
     Save | SendMessage | RefuseConnection | Close | AppendLog | Record | Capture | AddPart | CommitSnapshot
     | AddFigures | FindSnapshot | Over
 )  # fmt: skip
-
-
-def last_message(word: FinishJob | Abort) -> Finished | Aborted:
-    """The message that tells everybody how the job ended."""
-    return Finished(word.lead, word.stopped_at, word.why) if isinstance(word, FinishJob) else Aborted(word.reason)
 
 
 def failure_of(word: Finished | Aborted) -> str | None:

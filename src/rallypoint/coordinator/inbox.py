@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable
 
 import msgspec
 
-from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
-from rallypoint.core.protocol import Aborted, Hello, Message, Say, Snapshotted
+from rallypoint.core.cluster.state import Origin
+from rallypoint.core.protocol import Aborted, Hello, Message, NotStored, Say, Snapshotted
 
 Connection = Hashable  # a channel, or a simulated wire: the shell only compares it
 
@@ -60,4 +60,4 @@ class Barrier(msgspec.Struct, frozen=True):
 
 # (`Say`: a sentence for the observers. `Aborted`: the job ends for a reason outside the machine: a user, a child
 # process that died, an error of the coordinator.)
-Event = Opened | Received | Closed | Ticked | Snapshotted | SnapshotLost | SnapshotFound | Say | Aborted
+Event = Opened | Received | Closed | Ticked | Snapshotted | NotStored | Origin | Say | Aborted

@@ -23,9 +23,8 @@ from rallypoint.coordinator.journal import Journal, Persistence
 from rallypoint.coordinator.owner import Owner, tick_seconds
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.coordinator.snapshots import SnapshotKeeper
-from rallypoint.core.cluster.effects import Abort, FindSnapshot
-from rallypoint.core.cluster.events import SnapshotFound
-from rallypoint.core.cluster.state import Resumed
+from rallypoint.core.cluster.effects import FindSnapshot
+from rallypoint.core.cluster.state import Origin, Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.protocol import Aborted, Hello, Say, Welcome
 from rallypoint.errors import AddressInUse
@@ -109,7 +108,8 @@ class CoordinatorService:
         recovered = self._journal.load()
         self.is_later = self._terms.earlier > 0 or recovered is not None  # it goes on with the job of an earlier one
         word = None if recovered is None or self._resume is not None else recovered.last_word
-        self._ended_before = "" if word is None else f"failed: {word.reason}" if isinstance(word, Abort) else "finished"
+        how = f"failed: {word.reason}" if isinstance(word, Aborted) else "finished"
+        self._ended_before = how if word is not None else ""
         self._shell = CoordinatorShell(
             self._terms, self._clock(), recovered=recovered, resume=self._resume, secret=me.secret
         )
@@ -270,7 +270,7 @@ class CoordinatorService:
                 self._failure = failure
                 self._over.set()
             case FindSnapshot() if self._keeper is None:
-                self._owner.put(SnapshotFound(""))
+                self._owner.put(Origin(""))
             case _:
                 if self._keeper is not None:
                     self._keeper.do(act)

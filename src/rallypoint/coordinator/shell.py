@@ -19,7 +19,6 @@ from rallypoint.coordinator.acts import (
     Save,
     SendMessage,
     failure_of,
-    last_message,
 )
 from rallypoint.coordinator.announcer import Announcer, Told
 from rallypoint.coordinator.claims import Agreement, Claims, Early, event_of, own_part
@@ -31,7 +30,7 @@ from rallypoint.coordinator.progress import EVALUATED, EvaluationMetrics, agree
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.state import ClusterState, Resumed
+from rallypoint.core.cluster.state import ClusterState, Origin, Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.protocol import (
     Aborted,
@@ -48,6 +47,7 @@ from rallypoint.core.protocol import (
     Knows,
     Message,
     Metrics,
+    NotStored,
     Ordered,
     Propose,
     Release,
@@ -56,6 +56,7 @@ from rallypoint.core.protocol import (
     Say,
     SnapshotEvery,
     Snapshotted,
+    SnapshotWanted,
     Stored,
 )
 from rallypoint.core.view import Member, View
@@ -108,7 +109,7 @@ class CoordinatorShell:
         """The acts to do before the first event."""
         acts = self._save()
         if self.machine.last_word is not None:  # the earlier coordinator may not have told all members
-            self.last_word = last_message(self.machine.last_word)
+            self.last_word = self.machine.last_word
             self._end_at = self._now + self._terms.heartbeat
         if self.machine.record is not None and self.machine.view is not None:
             acts += self.announcer.plan(self.machine.record, self.machine.view, self._now, taking_over=True)
@@ -149,7 +150,7 @@ class CoordinatorShell:
                 return self._closed(event)
             case Snapshotted(snapshot=snapshot):
                 return [*self._announce(event), *self._drive(cluster_events.Committed(snapshot))]
-            case cluster_events.SnapshotLost() | cluster_events.SnapshotFound():
+            case NotStored() | Origin():
                 return self._drive(event)
             case Aborted():
                 return self._end(event)
@@ -206,8 +207,7 @@ class CoordinatorShell:
                 acts = [act for event in answer.events for act in self._drive(event)]
                 acts += self._send(message, *answer.workers)
                 return acts + [act for one in answer.news for act in self._announce(one)]
-            released = isinstance(message, Release)
-            return self._drive(cluster_events.Released() if released else cluster_events.SnapshotOrdered())
+            return self._drive(message) if isinstance(message, Release | SnapshotWanted) else []
         if self.members.get(hello.id) != connection:
             return []  # this member was refused: ignore its messages
         if isinstance(message, Beat):
@@ -248,7 +248,7 @@ class CoordinatorShell:
                 return [*acts, *logged, *self._drive(event_of(hello.id, message))]
 
     def _resized(self, size: Resize | None) -> list[Act]:
-        resized = self._drive(cluster_events.Resized(size.workers)) if size is not None and size.workers > 0 else []
+        resized = self._drive(size) if size is not None and size.workers > 0 else []
         return [] if size is None else [*resized, *self._announce(size)]  # the launcher acts on it: save it first (I7)
 
     def _knows(self, hello: Hello, view: View | None) -> list[Act]:
@@ -314,8 +314,8 @@ class CoordinatorShell:
                 return self._announce(effect)
             case cluster_effects.Note(text=text):
                 return [AppendLog(Say(text))]
-            case cluster_effects.FinishJob() | cluster_effects.Abort():
-                return self._end(last_message(effect))
+            case Finished() | Aborted():
+                return self._end(effect)
             case Capture(writers=writers):
                 self._capture = effect
                 self._claims.asked(effect)
@@ -372,7 +372,7 @@ class CoordinatorShell:
             return []
         self.last_word = word
         if isinstance(word, Aborted) and self.machine.last_word is None:
-            self.machine.course.end(cluster_effects.Abort(word.reason))  # what comes later begins no other end
+            self.machine.course.end(word)  # what comes later begins no other end
         told = [*self._save(), *self._send(word, *self.members), *self._announce(word)]
         told += [act for newcomer in self._newcomers.take_all() for act in self._opened(newcomer)]
         away = self._take_over is not None or self.machine.course.members.awaited

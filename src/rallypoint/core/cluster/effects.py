@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rallypoint.core.protocol import Capture, Held, Message, Say, SnapshotEvery
+from rallypoint.core.protocol import Aborted, Capture, Finished, Held, Message, Say, SnapshotEvery
 from rallypoint.core.view import View
 
 
@@ -46,7 +46,7 @@ class Commit(msgspec.Struct, frozen=True):
 
 
 class FindSnapshot(msgspec.Struct, frozen=True):
-    """Look for the newest usable snapshot; the event `Found` is the answer."""
+    """Look for the newest usable snapshot; the event `Origin` is the answer."""
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -55,25 +55,8 @@ class Note(msgspec.Struct, frozen=True):
     text: str
 
 
-class FinishJob(msgspec.Struct, frozen=True, tag=True):
-    """Tell all members that the job has finished. The worker `lead` saves the model.
-
-    `stopped_at`: the script has stopped it after so many steps of training, for the reason `why`; -1: it has not.
-    """
-
-    lead: str
-    stopped_at: int = -1
-    why: str = ""
-
-
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Tell all members that the job cannot go on, and why."""
-
-    reason: str
-
-
 Effect = (
-    Refuse | SendTo | Admit | PublishView | Capture | Commit | FindSnapshot | Note | FinishJob | Abort
+    Refuse | SendTo | Admit | PublishView | Capture | Commit | FindSnapshot | Note | Finished | Aborted
     | Say | Held | SnapshotEvery
 )  # fmt: skip
 # (`Capture` goes to its writers, the other messages to all observers)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.decisions import Decided
-from rallypoint.core.protocol import Message
-from rallypoint.core.view import EarlyEnd, Member, ViewNumber
+from rallypoint.core.cluster.state import ClusterState, Origin
+from rallypoint.core.protocol import Message, NotStored, Pause, Release, Resize, SnapshotWanted
+from rallypoint.core.view import Member, ViewNumber
 
 
 class TookOver(msgspec.Struct, frozen=True):
@@ -90,26 +89,6 @@ class Tick(msgspec.Struct, frozen=True):
     replaced: frozenset[str] = frozenset()
 
 
-class Resized(msgspec.Struct, frozen=True):
-    """From now on at most `workers` workers compute."""
-
-    workers: int
-
-
-class Paused(msgspec.Struct, frozen=True):
-    """The operator pauses the job (`on`), or lets it go on."""
-
-    on: bool
-
-
-class SnapshotOrdered(msgspec.Struct, frozen=True):
-    """A user asks for a snapshot."""
-
-
-class Released(msgspec.Struct, frozen=True):
-    """A user lets the job end although its last version is in no snapshot."""
-
-
 class Captured(msgspec.Struct, frozen=True):
     """The member `server` (a server, or a worker under AllReduce) has stored these shards of a snapshot."""
 
@@ -118,35 +97,18 @@ class Captured(msgspec.Struct, frozen=True):
     shards: tuple[int, ...]
 
 
-class SnapshotLost(msgspec.Struct, frozen=True):
-    """A member could not store its part of a snapshot, or the manifest could not be written."""
-
-    snapshot: str
-    reason: str
-    passed: int = -1  # the version of a shard that was past the snapshot's version already; else -1
-
-
 class Committed(msgspec.Struct, frozen=True):
     """A snapshot is complete and durable."""
 
     snapshot: str
 
 
-class SnapshotFound(msgspec.Struct, frozen=True):
-    """The answer to `FindSnapshot`: the newest usable snapshot; "" if there is none.
-
-    It knows the job's early end, and what was decided from evaluations of versions up to it.
-    """
-
-    snapshot: str
-    version: int = -1
-    stop: EarlyEnd | None = None
-    decided: Decided = msgspec.field(default_factory=Decided)
-
-
 Event = (
-    From | Joined | Computed | Left | Unlinked | Heard | Tick | Resized | SnapshotOrdered | Captured | SnapshotLost
-    | Committed | SnapshotFound | TookOver | Outrun | Released | Paused
+    From | Joined | Computed | Left | Unlinked | Heard | Tick | Resize | SnapshotWanted | Captured | NotStored
+    | Committed | Origin | TookOver | Outrun | Release | Pause
 )  # fmt: skip
+
+# (`Resize`, `Pause`, `SnapshotWanted` and `Release` come from an operator. `NotStored`: a member could not store its
+# part, or the manifest could not be written)
 
 OFTEN = (Heard, Computed)  # these come all the time

@@ -22,11 +22,11 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.auditing import Auditing, probed
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course, check_course, uploads
-from rallypoint.core.cluster.effects import Abort, Admit, Effect, FinishJob, PublishView, Refuse, SendTo
+from rallypoint.core.cluster.effects import Admit, Effect, PublishView, Refuse, SendTo
 from rallypoint.core.cluster.evaluations import Decisions
 from rallypoint.core.cluster.operator import follow, waiting_for
 from rallypoint.core.cluster.reach import Reach, Silence, disagrees, disproved, set_apart, take_beat
-from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
+from rallypoint.core.cluster.state import ClusterState, Origin, Phase, Resumed
 from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
 from rallypoint.core.cluster.storing.snapshots import Snapshots, begin_from
@@ -36,6 +36,7 @@ from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.placing.assigner import Assigner
 from rallypoint.core.protocol import (
+    Aborted,
     Applied,
     AuditFound,
     Beat,
@@ -44,12 +45,15 @@ from rallypoint.core.protocol import (
     Done,
     Evaluated,
     Evaluates,
+    Finished,
     GiveUp,
     Leaving,
     Message,
+    Pause,
     Prepare,
     Propose,
     Reached,
+    Resize,
     Say,
     Stop,
     Unrestored,
@@ -152,7 +156,7 @@ class ClusterMachine:
         return self.course.view
 
     @property
-    def last_word(self) -> FinishJob | Abort | None:
+    def last_word(self) -> Finished | Aborted | None:
         return self.course.last_word
 
     @property
@@ -211,14 +215,14 @@ class ClusterMachine:
                 return self._joined(event)
             case events.From(member=member, message=message):
                 return self._told(member, message)
-            case events.Resized() | events.Paused():
+            case Resize() | Pause():
                 return self._succession.advance() if follow(course, event) else []
             case events.Left(member=member, reason=reason):
                 return self._left(member, reason)
             case events.Unlinked(member=member, reason=reason, reset=reset):
                 if member in course.members:
                     course.members.unlinked(member, reason if reset else "")
-            case events.SnapshotFound():
+            case Origin():
                 return self._succession.found(event)
             case events.TookOver(state=state, complete=complete):
                 course.views.complete = complete
@@ -311,7 +315,7 @@ class ClusterMachine:
         elif (why := disagreement(course.record, record)) is not None:
             return disagrees(worker, why, course, self._left)
         if course.phase is Phase.GATHERING and (refused := record.refusal_of(self.terms.features)):
-            return course.end(Abort(refused))
+            return course.end(Aborted(refused))
         if worker in members.proposed:
             return []
         news = probed(worker, said.kernels, course)
