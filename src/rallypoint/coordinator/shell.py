@@ -27,38 +27,13 @@ from rallypoint.coordinator.joining import Newcomers, TakeOver, Tickets, has_beg
 from rallypoint.coordinator.operator import Orders, Sizes
 from rallypoint.coordinator.owner import AwakeTime
 from rallypoint.coordinator.progress import EVALUATED, EvaluationMetrics, agree
+from rallypoint.core import protocol
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Origin, Resumed
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.protocol import (
-    Aborted,
-    AnyOrder,
-    Applied,
-    AuditFound,
-    Beat,
-    Capture,
-    CaughtUp,
-    Evaluated,
-    Finished,
-    Held,
-    Hello,
-    Knows,
-    Message,
-    Metrics,
-    NotStored,
-    Ordered,
-    Propose,
-    Release,
-    Report,
-    Resize,
-    Say,
-    SnapshotEvery,
-    Snapshotted,
-    SnapshotWanted,
-    Stored,
-)
+from rallypoint.core.protocol import Aborted, AnyOrder, Capture, Finished, Hello, Message, Metrics, Resize, Say
 from rallypoint.core.view import Member, View
 from rallypoint.observe.lines import Once
 
@@ -118,7 +93,7 @@ class CoordinatorShell:
     def handle(self, event: inbox.Event, now: float) -> list[Act]:
         """Take one event at time `now`; return the acts, to be done in order."""
         self._now = now
-        if isinstance(event, inbox.Received) and isinstance(event.message, Knows):
+        if isinstance(event, inbox.Received) and isinstance(event.message, protocol.Knows):
             event = replace(event, message=self._tickets.proven(event.message))
         if self._take_over is None:
             return self._handle(event)
@@ -148,9 +123,9 @@ class CoordinatorShell:
                 return self._received(connection, hello, message)
             case inbox.Closed():
                 return self._closed(event)
-            case Snapshotted(snapshot=snapshot):
+            case protocol.Snapshotted(snapshot=snapshot):
                 return [*self._announce(event), *self._drive(cluster_events.Committed(snapshot))]
-            case NotStored() | Origin():
+            case protocol.NotStored() | Origin():
                 return self._drive(event)
             case Aborted():
                 return self._end(event)
@@ -199,7 +174,7 @@ class CoordinatorShell:
     def _received(self, connection: Connection, hello: Hello, message: Message) -> list[Act]:
         if hello.role == "observer":
             if self.last_word is not None:
-                return self._announce(Ordered(type(message).__name__, "the job is over", refused=True))
+                return self._announce(protocol.Ordered(type(message).__name__, "the job is over", refused=True))
             if isinstance(message, Resize):
                 return self._resized(self._sizes.take(message, self._now))
             if isinstance(message, AnyOrder):
@@ -207,20 +182,20 @@ class CoordinatorShell:
                 acts = [act for event in answer.events for act in self._drive(event)]
                 acts += self._send(message, *answer.workers)
                 return acts + [act for one in answer.news for act in self._announce(one)]
-            return self._drive(message) if isinstance(message, Release | SnapshotWanted) else []
+            return self._drive(message) if isinstance(message, protocol.Release | protocol.SnapshotWanted) else []
         if self.members.get(hello.id) != connection:
             return []  # this member was refused: ignore its messages
-        if isinstance(message, Beat):
+        if isinstance(message, protocol.Beat):
             return self._drive(cluster_events.From(hello.id, message))
         acts = self._drive(cluster_events.Heard(hello.id))
-        if isinstance(message, Propose):
+        if isinstance(message, protocol.Propose):
             self.announcer.comparable.propose(hello.id, message)
         match message:
-            case Knows(view=view):
+            case protocol.Knows(view=view):
                 return [*acts, *self._knows(hello, view)]
             case _ if not self._claims.may_say(hello.id, message, self.machine.course):
                 return acts
-            case Report():
+            case protocol.Report():
                 done = (hello.id, message.step, message.replica, message.seconds, message.generation)
                 acts += self._drive(cluster_events.Computed(*done, now=self._awake.at(self._now)))
                 acts += self.announcer.report(message, self._now)
@@ -229,22 +204,22 @@ class CoordinatorShell:
                 if current and (why := self._agreement.difference(hello.id, message, own_loop=own)) is not None:
                     acts += self._end(Aborted(why))
                 return acts
-            case Evaluated(version=version, generation=generation, values=values):
+            case protocol.Evaluated(version=version, generation=generation, values=values):
                 known = self.machine.course.evaluations.results.get(version)
                 if values and (known is None or agree(known, values)):  # the first figures count (I2)
                     step = self.announcer.config.steps_at(version)
                     self._early.keep(step, Metrics(step, values, generation), EVALUATED)
                 return [*acts, *self._count_early(), *self._drive(event_of(hello.id, message))]
-            case Applied():
+            case protocol.Applied():
                 acts += self._drive(cluster_events.From(hello.id, message))
                 return [*acts, *self.announcer.applied(message)]
             case _ if isinstance(message, Told):
                 return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
-            case Stored():
+            case protocol.Stored():
                 part = own_part(message, self.machine.shards_to_store(hello.id, message.snapshot))
                 return [*acts, AddPart(part, f"{hello.id} on {hello.host}"), *self._drive(event_of(hello.id, part))]
             case _:
-                logged = [AppendLog(message)] if isinstance(message, AuditFound) else []
+                logged = [AppendLog(message)] if isinstance(message, protocol.AuditFound) else []
                 return [*acts, *logged, *self._drive(event_of(hello.id, message))]
 
     def _resized(self, size: Resize | None) -> list[Act]:
@@ -283,7 +258,7 @@ class CoordinatorShell:
         effects = self.machine.handle(event)
         acts = [*self._save(), *self._count_early()]
         acts += [act for effect in effects for act in self._acts_of(effect)]
-        caught_up = isinstance(event, cluster_events.From) and isinstance(event.message, CaughtUp)
+        caught_up = isinstance(event, cluster_events.From) and isinstance(event.message, protocol.CaughtUp)
         if caught_up and self.machine.view is not None:
             acts += self.announcer.members(self.machine.view, self._now)
         for newcomer in self._newcomers.due(self.machine.course.members):
@@ -310,7 +285,7 @@ class CoordinatorShell:
                 return [*self._send(admitted, member), *self.announcer.ended_scripts(member)]
             case cluster_effects.PublishView(view=view, members=members):
                 return self._publish(view, members)
-            case Say() | Held() | SnapshotEvery():
+            case Say() | protocol.Held() | protocol.SnapshotEvery():
                 return self._announce(effect)
             case cluster_effects.Note(text=text):
                 return [AppendLog(Say(text))]
