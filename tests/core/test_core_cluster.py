@@ -43,6 +43,7 @@ from rallypoint.core.protocol import (
     Release,
     Resize,
     Say,
+    Snapshotted,
     SnapshotWanted,
     Unrestored,
 )
@@ -181,7 +182,7 @@ class _Job:
             parts = tuple(self.machine.shards_to_store(server, taken.snapshot))
             effects += self.play(Captured(server, taken.snapshot, parts))
         assert _of(fx.Commit, effects) == [fx.Commit(taken.snapshot, taken.version)]
-        return effects + self.play(ev.Committed(taken.snapshot))
+        return effects + self.play(Snapshotted(taken.snapshot, 0, 0, 0.0))
 
     @property
     def view(self) -> View:
@@ -1317,7 +1318,7 @@ def test_a_snapshot_that_takes_longer_than_the_time_between_two_is_followed_by_o
 def test_a_snapshot_is_committed_when_all_parts_are_there_and_strangers_parts_do_not_count() -> None:
     job = _begun(_SNAPSHOTS)
     (capture,) = job.play(SnapshotWanted())
-    assert job.play(Captured("s0", "another", tuple(SHARDS)), ev.Committed("another")) == []
+    assert job.play(Captured("s0", "another", tuple(SHARDS)), Snapshotted("another", 0, 0, 0.0)) == []
     assert job.play(NotStored("another", "x")) == []
     assert job.play(Captured("s0", capture.snapshot, tuple(SHARDS))) == [], "one cannot know of the other's shards"
     assert job.play(Captured("w0", capture.snapshot, tuple(SHARDS))) == []

@@ -11,11 +11,11 @@ from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _terms
 from rallypoint.config import Evaluation
 from rallypoint.core.cluster.effects import Commit, Refuse
 from rallypoint.core.cluster.evaluations import KEPT, EvaluationLedger
-from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left
+from rallypoint.core.cluster.events import Captured, Computed, From, Left
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Origin, Resumed
 from rallypoint.core.decisions import Best, Decided, KeepBest, ReduceOnPlateau, Rules, StopWhen
-from rallypoint.core.protocol import Aborted, Capture, Done, Evaluated, Evaluates, Finished, Say
+from rallypoint.core.protocol import Aborted, Capture, Done, Evaluated, Evaluates, Finished, Say, Snapshotted
 from rallypoint.core.view import EarlyEnd, Lease, StandingOrders
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.ending import LeasedVersion
@@ -41,7 +41,7 @@ def _begun(
 
 def _store(job: _Job, capture: Capture) -> list[Any]:
     effects = job.play(*(Captured(writer, capture.snapshot, tuple(SHARDS)) for writer in capture.writers))
-    committed = [Committed(commit.snapshot) for commit in _of(Commit, effects)]
+    committed = [Snapshotted(commit.snapshot, 0, 0, 0.0) for commit in _of(Commit, effects)]
     return [*effects, *job.play(*committed)]
 
 

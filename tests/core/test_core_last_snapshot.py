@@ -11,12 +11,12 @@ from test_core_cluster import _begun, _Job, _of, _record, _terms, applied
 
 from rallypoint.codec.spec import TopK
 from rallypoint.core.cluster.effects import Commit, Effect, PublishView
-from rallypoint.core.cluster.events import Captured, Committed, From, Left, Unlinked
+from rallypoint.core.cluster.events import Captured, From, Left, Unlinked
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.storing.last_snapshot import PATIENCE_S
 from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.policy import AllReduce
-from rallypoint.core.protocol import Aborted, Capture, Finished, GiveUp, Held, NotStored, Release, Say
+from rallypoint.core.protocol import Aborted, Capture, Finished, GiveUp, Held, NotStored, Release, Say, Snapshotted
 from rallypoint.core.view import ViewNumber
 
 WHY = "the loss of replica 0 at step 5 is nan"
@@ -136,7 +136,7 @@ def test_a_slow_store_is_waited_for_as_long_as_files_come() -> None:
         effects = job.play(Captured(server, capture.snapshot, (shard,)))
     assert _of(Commit, effects) == [Commit(capture.snapshot, 5)]
     assert job.machine.waiting_for().endswith(": its manifest is not stored yet")
-    assert _of(Aborted, job.play(Committed(capture.snapshot))) == ENDED
+    assert _of(Aborted, job.play(Snapshotted(capture.snapshot, 0, 0, 0.0))) == ENDED
 
 
 @pytest.mark.parametrize(("heartbeat", "patience"), [(0.5, PATIENCE_S), (3.0, 3.0 * SNAPSHOT_PATIENCE)])
@@ -158,7 +158,7 @@ def test_a_snapshot_that_is_committed_too_late_changes_nothing() -> None:
     parts = [Captured(s, capture.snapshot, tuple(job.view.shards_of(s))) for s in capture.writers]
     assert _of(Commit, job.play(*parts)) == [Commit(capture.snapshot, 5)]
     assert _of(Aborted, job.tick(PATIENCE_S + 1)) == ENDED
-    assert job.play(Committed(capture.snapshot)) == []
+    assert job.play(Snapshotted(capture.snapshot, 0, 0, 0.0)) == []
 
 
 @pytest.mark.parametrize(

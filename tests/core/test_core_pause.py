@@ -9,10 +9,20 @@ from test_core_stop import _begun, _reported
 
 from rallypoint.coordinator.operator import Orders
 from rallypoint.core.cluster.effects import PublishView
-from rallypoint.core.cluster.events import Captured, Committed, From, Heard, Left, Tick
+from rallypoint.core.cluster.events import Captured, From, Heard, Left, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Origin
-from rallypoint.core.protocol import AnyOrder, Capture, Drain, Ordered, Pause, SnapshotWanted, Stop, StopWanted
+from rallypoint.core.protocol import (
+    AnyOrder,
+    Capture,
+    Drain,
+    Ordered,
+    Pause,
+    Snapshotted,
+    SnapshotWanted,
+    Stop,
+    StopWanted,
+)
 from rallypoint.core.view import StandingOrders, View, ViewNumber
 from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.core.worker.slots import Compute
@@ -89,7 +99,7 @@ def test_while_the_job_is_paused_no_version_is_stored_twice() -> None:
         for capture in _of(Capture, job.play(*alive, Tick(20.0 * now))):
             versions.append(capture.version)
             job.play(*(Captured(server, capture.snapshot, tuple(range(99))) for server in capture.writers))
-            job.play(Committed(capture.snapshot))
+            job.play(Snapshotted(capture.snapshot, 0, 0, 0.0))
     assert versions == [5]
 
 

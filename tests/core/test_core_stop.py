@@ -8,13 +8,13 @@ from test_core_cluster import RECORD, SHARDS, _Job, _of, _record, _terms, applie
 from rallypoint.config import Reading
 from rallypoint.core import protocol
 from rallypoint.core.cluster.effects import Commit, PublishView
-from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left
+from rallypoint.core.cluster.events import Captured, Computed, From, Left
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Origin, Phase, Resumed
 from rallypoint.core.modes import Feature, ModeTraits
 from rallypoint.core.order import stream_unread
 from rallypoint.core.policy import Async, Sync
-from rallypoint.core.protocol import Aborted, Capture, Finished, NotStored, Say, SnapshotWanted
+from rallypoint.core.protocol import Aborted, Capture, Finished, NotStored, Say, Snapshotted, SnapshotWanted
 from rallypoint.core.shard.server import ServerMachine, ServerPlan
 from rallypoint.core.shard.shell import ServerShell
 from rallypoint.core.view import EarlyEnd, StandingOrders, ViewNumber
@@ -27,7 +27,7 @@ def _begun(workers: int = 2, **terms: object) -> _Job:
     effects = job.come("s0", "s1", *(f"w{i}" for i in range(workers)))
     for capture in _of(Capture, effects):  # version 0 is stored
         job.play(*(Captured(server, capture.snapshot, tuple(SHARDS)) for server in capture.writers))
-        job.play(Committed(capture.snapshot))
+        job.play(Snapshotted(capture.snapshot, 0, 0, 0.0))
     return job
 
 
@@ -224,7 +224,7 @@ def _ended(job: _Job, version: int, *before: From) -> list[str]:
     effects += job.play(_done(job, "w0", version), _done(job, "w1", version))
     for capture in _of(Capture, effects):
         effects += job.play(*(Captured(server, capture.snapshot, tuple(SHARDS)) for server in capture.writers))
-        effects += job.play(Committed(capture.snapshot))
+        effects += job.play(Snapshotted(capture.snapshot, 0, 0, 0.0))
     assert _of(Finished, effects)
     return [said.text for said in _of(Say, effects)]
 

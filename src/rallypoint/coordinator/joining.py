@@ -254,8 +254,6 @@ class TakeOver:
         match event:
             case inbox.Opened(hello=hello) | inbox.Closed(hello=hello) if hello.role == "observer":
                 return False
-            case inbox.Received(message=protocol.Resize() | protocol.SnapshotWanted() | protocol.Release()):
-                pass
             case inbox.Opened(hello=hello):
                 self._incarnations = max(self._incarnations, hello.incarnation)
             case inbox.Received(hello=hello, message=Knows(view=view)):

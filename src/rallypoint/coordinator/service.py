@@ -73,7 +73,8 @@ class CoordinatorService:
     It listens at `bind` ("host:port"; port 0: any free one); members connect to `advertise` (by default the address
     where it listens). If `join_info` has a folder, it keeps its journal there, and goes on where an earlier coordinator
     of that folder ended. `resume`: the snapshot to go on from. `announced` is called with each announcement, on the
-    owner's thread.
+    owner's thread. Once it is started, `ended_before` says how the job of this folder had ended before; "" if it had
+    not, or is resumed.
     """
 
     _clock: Callable[[], float] = staticmethod(lambda: time.monotonic())  # looked up late: tests play a pause
@@ -109,7 +110,7 @@ class CoordinatorService:
         self.is_later = self._terms.earlier > 0 or recovered is not None  # it goes on with the job of an earlier one
         word = None if recovered is None or self._resume is not None else recovered.last_word
         how = f"failed: {word.reason}" if isinstance(word, Aborted) else "finished"
-        self._ended_before = how if word is not None else ""
+        self.ended_before = how if word is not None else ""
         self._shell = CoordinatorShell(
             self._terms, self._clock(), recovered=recovered, resume=self._resume, secret=me.secret
         )
@@ -163,11 +164,6 @@ class CoordinatorService:
         """Block until the job is over and all members were told. Returns None, or why the job failed."""
         wait_heeding_signals(self._over)
         return self._failure
-
-    @property
-    def ended_before(self) -> str:
-        """How the job of this folder ended before this coordinator was started; "" if it had not, or is resumed."""
-        return self._ended_before
 
     @property
     def busy_s(self) -> float:

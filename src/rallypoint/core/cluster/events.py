@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from rallypoint.core.cluster.state import ClusterState, Origin
-from rallypoint.core.protocol import Message, NotStored, Pause, Release, Resize, SnapshotWanted
+from rallypoint.core.protocol import Message, NotStored, Pause, Release, Resize, Snapshotted, SnapshotWanted
 from rallypoint.core.view import Member, ViewNumber
 
 
@@ -97,15 +97,9 @@ class Captured(msgspec.Struct, frozen=True):
     shards: tuple[int, ...]
 
 
-class Committed(msgspec.Struct, frozen=True):
-    """A snapshot is complete and durable."""
-
-    snapshot: str
-
-
 Event = (
     From | Joined | Computed | Left | Unlinked | Heard | Tick | Resize | SnapshotWanted | Captured | NotStored
-    | Committed | Origin | TookOver | Outrun | Release | Pause
+    | Snapshotted | Origin | TookOver | Outrun | Release | Pause
 )  # fmt: skip
 
 # (`Resize`, `Pause`, `SnapshotWanted` and `Release` come from an operator. `NotStored`: a member could not store its

@@ -13,7 +13,7 @@ from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.modes import Feature
-from rallypoint.core.protocol import GiveUp, Held, NotStored, Release, Say
+from rallypoint.core.protocol import GiveUp, Held, NotStored, Release, Say, Snapshotted
 
 # So many seconds, and at least the patience of every other snapshot, it is waited for one more file. In the first of
 # them the last contributions have to be applied too.
@@ -108,7 +108,7 @@ class LastSnapshot:
                 if passed > taking.version:
                     return self._further(passed)
                 return [Say(f"snapshot {snapshot} could not be taken: {event.reason}"), *self.end()]
-            case events.Committed(snapshot=snapshot) if duty.under_way(snapshot):
+            case Snapshotted(snapshot=snapshot) if duty.under_way(snapshot):
                 duty.complete(course.now)
                 return self.end()
             case Release():
