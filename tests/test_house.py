@@ -46,8 +46,8 @@ BUDGETS = {
     "rows of the feature table": 34,
     "refused pairs": 48,
     "fields of View": 18,
-    "lines": 78_220,
-    "files": 320,
+    "lines": 78_184,
+    "files": 319,
     "folders": 34,
     "classes that share their name": 2,
 }  # what a stranger has to learn: whoever needs more says here why

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rallypoint.core.modes.traits import Feature, ModeName
+from rallypoint.core.modes import Feature, ModeName
 
 # What a loop of the script's own (`rp.wrap`) does not go together with, and why.
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from rallypoint.core.modes import Feature, ModeName, name_of
 from rallypoint.core.modes.conflicts import ALONE, CONFLICTS
-from rallypoint.core.modes.traits import Feature, ModeName, name_of
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Mode, Sync
 
 
