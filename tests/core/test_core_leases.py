@@ -18,7 +18,7 @@ from rallypoint.core.policy import AllReduce, Async, Sync
 from rallypoint.core.protocol import Aborted, Done, Evaluated, Evaluates, Finished, GiveUp, Leaving, Resize, Say
 from rallypoint.core.view import Assignment, Lease, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.ending import LeasedVersion
-from rallypoint.core.worker.factory import shell_for
+from rallypoint.core.worker.shell import shell_for
 from rallypoint.core.worker.slots import Compute, Evaluate, SlotMachine
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.worker.exchange.exchange import worker_plan

@@ -20,7 +20,7 @@ from rallypoint.core.placing.handover import Handover
 from rallypoint.core.protocol import CaughtUp, Leaving, Pause, Propose, Reached
 from rallypoint.core.view import Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.ending import Reaching
-from rallypoint.core.worker.factory import shell_for
+from rallypoint.core.worker.shell import shell_for
 from rallypoint.core.worker.slots import Compute
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.worker.exchange.exchange import worker_plan

@@ -19,7 +19,7 @@ from rallypoint.core.shard.server import ServerMachine, ServerPlan
 from rallypoint.core.shard.shell import ServerShell
 from rallypoint.core.view import EarlyEnd, StandingOrders, ViewNumber
 from rallypoint.core.worker import slots
-from rallypoint.core.worker.factory import WorkerPlan, shell_for
+from rallypoint.core.worker.shell import WorkerPlan, shell_for
 
 
 def _begun(workers: int = 2, **terms: object) -> _Job:
