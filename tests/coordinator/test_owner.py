@@ -6,7 +6,7 @@ import threading
 import time
 
 from rallypoint.coordinator import inbox
-from rallypoint.coordinator.owner import Owner
+from rallypoint.coordinator.inbox import Owner
 from rallypoint.core.protocol import Say
 
 PATIENCE_S = 60.0

@@ -13,8 +13,7 @@ from rallypoint.config.checks import check_ranks
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.modes import Feature, ModeName
-from rallypoint.core.modes.conflicts import ALONE, CONFLICTS, Conflict, StandsAlone
-from rallypoint.core.modes.table import TABLE, No, Only, why_not
+from rallypoint.core.modes.table import ALONE, CONFLICTS, TABLE, Conflict, No, Only, StandsAlone, why_not
 from rallypoint.errors import ConfigError, ModelError
 from rallypoint.worker.tensors import ModelTensors
 

@@ -9,8 +9,7 @@ import pytest
 from write_docs import PRINTED, printed
 
 from rallypoint.core.modes import MODES, Bytes, Feature, ModeName, describe
-from rallypoint.core.modes.conflicts import ALONE, CONFLICTS
-from rallypoint.core.modes.table import TABLE, No, Only, refusal
+from rallypoint.core.modes.table import ALONE, CONFLICTS, TABLE, No, Only, refusal
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Mode, Sync
 
 

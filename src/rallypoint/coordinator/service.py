@@ -18,9 +18,9 @@ from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.connections import Connections
 from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.fingerprints import FingerprintLog
+from rallypoint.coordinator.inbox import Owner, tick_seconds
 from rallypoint.coordinator.joining import taken
 from rallypoint.coordinator.journal import Journal, Persistence
-from rallypoint.coordinator.owner import Owner, tick_seconds
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core.cluster.effects import FindSnapshot

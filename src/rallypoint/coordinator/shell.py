@@ -10,10 +10,9 @@ from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.acts import Act, AppendLog, SendMessage, failure_of
 from rallypoint.coordinator.announcer import Announcer, Told
 from rallypoint.coordinator.claims import Agreement, Claims, Early, event_of, own_part
-from rallypoint.coordinator.inbox import Connection
+from rallypoint.coordinator.inbox import AwakeTime, Connection
 from rallypoint.coordinator.joining import Newcomers, TakeOver, Tickets, has_begun, late_view, needed, taken
 from rallypoint.coordinator.operator import Orders, Sizes
-from rallypoint.coordinator.owner import AwakeTime
 from rallypoint.coordinator.progress import EVALUATED, EvaluationMetrics, agree
 from rallypoint.core import protocol
 from rallypoint.core.cluster import effects as cluster_effects
