@@ -318,9 +318,7 @@ class Succession:
             # Only that server sees the damage; or there are later ones, of another course than the one resumed
             return course.end(Aborted(why))
         course.phase, self._damaged = Phase.RUNNING, _UNDAMAGED
-        said = Say(
-            f"going on from snapshot {event.snapshot}: version {event.version}{_lost(course, event.version)}"
-        )
+        said = Say(f"going on from snapshot {event.snapshot}: version {event.version}{_lost(course, event.version)}")
         course.furthest = event.version - 1
         course.views.order(stop=course.views.orders.stop or event.stop)  # the journal may have had no room for it
         course.evaluations.go_back_to(event.decided)

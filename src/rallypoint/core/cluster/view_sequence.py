@@ -15,13 +15,7 @@ from rallypoint.core.placing import view_change
 from rallypoint.core.placing.pinned import nearest_aggregators
 from rallypoint.core.placing.placement import place, place_backups
 from rallypoint.core.placing.uplinks import Situation, Uplinks
-from rallypoint.core.placing.view_change import (
-    Placing,
-    contributing,
-    contributors,
-    first_homes,
-    still_caught_up,
-)
+from rallypoint.core.placing.view_change import Placing, contributing, contributors, first_homes, still_caught_up
 from rallypoint.core.view import Assignment, Member, StandingOrders, View, ViewNumber
 
 Aggregation: TypeAlias = Callable[..., dict[str, str]]

@@ -14,7 +14,7 @@ Adopt a view in three steps, because links have to end before the machine gets t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -528,24 +528,24 @@ class WorkerPlan:
     sums: bool = False
 
 
-def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = lambda machine: machine) -> WorkerShell:
-    """Build the shell and machine of the worker `me`. `watch` may wrap the machine, to check or to record it."""
+def shell_for(me: str, plan: WorkerPlan) -> WorkerShell:
+    """Build the shell and machine of the worker `me`."""
     states = CodecStateCustody(plan.codec_state_shards) if plan.codec_state_shards else NoCodecStates()
+    machine: Machine
+    snapshots = WorkerSnapshots()
     match plan.mode.pace:
         case Pace.OWN:
-            stream = StreamMachine(me, plan.shards, plan.buffer_shards, plan.rounds)
-            return WorkerShell(watch(stream), states, WorkerSnapshots())
+            machine = StreamMachine(me, plan.shards, plan.buffer_shards, plan.rounds)
         case Pace.ROUNDS if plan.sums:
-            rolling = RollingMachine(me, plan.shards, plan.buffer_shards, plan.rounds)
-            return WorkerShell(watch(rolling), states, WorkerSnapshots())
+            machine = RollingMachine(me, plan.shards, plan.buffer_shards, plan.rounds)
         case Pace.ROUNDS:
-            kind = OverlapMachine if plan.overlaps else WorkerMachine
-            aligned = kind(
+            machine = (OverlapMachine if plan.overlaps else WorkerMachine)(
                 me, plan.shards, plan.buffer_shards, plan.rounds, cadence=plan.cadence,
                 in_order=plan.mode.holder is StateHolder.WORKERS, presum=Presum(*plan.presum),
                 audits=plan.audits, carried=plan.carried,
             )  # fmt: skip
             if plan.mode.holder is StateHolder.WORKERS:
-                return WorkerShell(watch(aligned), states, ModelShares())
-            copied = CodecStateSnapshots(aligned, plan.codec_state_shards) if states.kept else WorkerSnapshots()
-            return WorkerShell(watch(aligned), states, copied)
+                snapshots = ModelShares()
+            elif states.kept:
+                snapshots = CodecStateSnapshots(machine, plan.codec_state_shards)
+    return WorkerShell(machine, states, snapshots)
