@@ -45,8 +45,8 @@ BUDGETS = {
     "rows of the feature table": 34,
     "refused pairs": 48,
     "fields of View": 18,
-    "lines": 78_100,
-    "files": 312,
+    "lines": 78_092,
+    "files": 311,
     "folders": 34,
     "classes that share their name": 2,
 }  # what a stranger has to learn: whoever needs more says here why
