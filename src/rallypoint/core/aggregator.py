@@ -192,17 +192,12 @@ class BlockSum:
         """Take a contribution that has arrived; merge what can be merged."""
         block = new.block
         if not self._has(block):
-            return [
-                DropPayload(
-                    new.ticket, f"replicas {block.start} to {block.stop - 1} are no block of shard {self.shard}"
-                )
-            ]
+            fault = f"replicas {block.start} to {block.stop - 1} are no block of shard {self.shard}"
+            return [DropPayload(new.ticket, fault)]
         held = {replica for part in self._parts.values() for replica in range(*part.block)}
         if held.issuperset(range(*block)):
             return [DropPayload(new.ticket)]  # a repeat (I2)
-        effects: list[Effect] = []
-        for old in [part for part in self if block.covers(part.block)]:
-            effects.append(self._forget(old))
+        effects: list[Effect] = [self._forget(old) for old in self if block.covers(old.block)]
         self._parts[block.start] = part = HeldPart(block, new.weight, new.losses, new.gradients)
         effects.append(Keep(self.shard, self.step, block.start, new.ticket))
         while (other := self._unsent(sibling(part.block, self.replicas))) is not None and other is not part:
@@ -305,9 +300,7 @@ class AggregatorMachine:
         effects: list[Effect] = []
         if before is None or before.generation != view.generation:
             effects += self._forget_all()
-            effects += [
-                FollowServer(server) for server in sorted(self._up)
-            ]  # what was asked before may count as stale there
+            effects += [FollowServer(server) for server in sorted(self._up)]  # what was asked before may be stale there
         elif self._incarnation(before) != self._incarnation(view):
             effects += self._forget_sums()
         mine = {worker for worker, used in view.aggregator_of.items() if used == self.me}
@@ -404,9 +397,8 @@ class AggregatorMachine:
         if new.step < newest:
             return [DropPayload(new.ticket)]  # the step is over
         if 0 <= newest < new.step - 1 or (new.step not in steps and len(steps) >= STEPS_KEPT):
-            return [
-                DropPayload(new.ticket, f"a contribution to step {new.step} of shard {new.shard}, at version {newest}")
-            ]
+            fault = f"a contribution to step {new.step} of shard {new.shard}, at version {newest}"
+            return [DropPayload(new.ticket, fault)]
         key = (new.shard, new.step)
         if key not in self._sums:
             self._sums[key] = BlockSum(*key, self.expected[new.shard], self.carried.get(new.shard, 0))
@@ -423,11 +415,8 @@ class AggregatorMachine:
         if len(asked := self._asked_of(shard)) > MOST_ASKED:
             del self._asked[shard, asked[-1]]  # no honest worker asks so far ahead
         home = self._home(shard)
-        return (
-            [FetchVersion(shard, version, home)]
-            if first and (shard, version) in self._asked and home in self._up
-            else []
-        )
+        wanted = first and (shard, version) in self._asked and home in self._up
+        return [FetchVersion(shard, version, home)] if wanted else []
 
     def _asked_of(self, shard: int) -> list[int]:
         """The versions of a shard that workers wait for, ascending."""

@@ -45,31 +45,23 @@ class Conflict(msgspec.Struct, frozen=True):
 
 
 CONFLICTS = (
-    Conflict(
-        _F.BACKUP_TASKS, _F.CODEC_STATE,
-        "the codec's state of a replica is on the worker that computes it; use a codec without state "
-        "(error_feedback=False), or leave --backup-tasks out",
-    ),
-    Conflict(
-        _F.AGGREGATORS, _F.BACKUP_TASKS,
-        "an aggregator waits for the replicas of the workers near it, so the copy elsewhere would be waited for in "
-        "vain; leave one of them out",
-    ),
-    Conflict(
-        _F.AGGREGATORS, _F.CODEC_STATE,
-        "servers keep the state with the contribution that it was made for, and an aggregator adds contributions up; "
-        "use a codec without state (error_feedback=False), or leave --aggregators out",
-    ),
-    Conflict(
-        _F.AGGREGATORS, _F.TABLES,
-        "replicas contribute different rows, so their sum would hardly be smaller; use sparse=False, or leave "
-        "--aggregators out",
-    ),
-    Conflict(
-        _F.FP16, _F.CODEC_STATE,
-        "what a codec keeps of one step is scaled by that step's loss scale, and is sent with the next; use a codec "
-        "without state (error_feedback=False), or precision=\"bf16\"",
-    ),
+    *(Conflict(*pair, why) for pair, why in {
+        (_F.BACKUP_TASKS, _F.CODEC_STATE):
+            "the codec's state of a replica is on the worker that computes it; use a codec without state "
+            "(error_feedback=False), or leave --backup-tasks out",
+        (_F.AGGREGATORS, _F.BACKUP_TASKS):
+            "an aggregator waits for the replicas of the workers near it, so the copy elsewhere would be waited for in "
+            "vain; leave one of them out",
+        (_F.AGGREGATORS, _F.CODEC_STATE):
+            "servers keep the state with the contribution that it was made for, and an aggregator adds contributions "
+            "up; use a codec without state (error_feedback=False), or leave --aggregators out",
+        (_F.AGGREGATORS, _F.TABLES):
+            "replicas contribute different rows, so their sum would hardly be smaller; use sparse=False, or leave "
+            "--aggregators out",
+        (_F.FP16, _F.CODEC_STATE):
+            "what a codec keeps of one step is scaled by that step's loss scale, and is sent with the next; use a "
+            "codec without state (error_feedback=False), or precision=\"bf16\"",
+    }.items()),
     *(Conflict(_F.STREAMED, other, f"{why}, or leave {_F.STREAMED.value} out") for other, why in {
         _F.ACCUMULATE: "the sum over micro-batches would take as much memory as the model; use more replicas in place "
                        "of accumulate",
@@ -102,32 +94,22 @@ CONFLICTS = (
         _F.AGGREGATORS: "an aggregator adds contributions up before servers can compare them; leave --aggregators out",
     }.items()),
     *(Conflict(_F.OWN_LOOP, other, why) for other, why in OWN_LOOP.items()),
-    Conflict(
-        _F.STREAM, _F.RANKS,
-        "each rank of a worker would read the stream by itself, which is not tested; use workers of one process",
-    ),
-    Conflict(
-        _F.PASSES, _F.BACKUP_TASKS,
-        "a worker that the others do not wait for may see the stream's end; leave --backup-tasks or passes out",
-    ),
-    Conflict(
-        _F.FOLD, _F.REPLICATION,
-        "the backup applies each contribution by itself, so none is folded into another's update; use fold=1, or leave "
-        "--replication out",
-    ),
-    Conflict(
-        _F.GROUPS, _F.OWN_OPTIMIZER,
-        "groups cannot set a decay or a rate where own_optimizer steps; give them to its own param_groups",
-    ),
-    Conflict(
-        _F.TABLES, _F.AVERAGE,
-        "every row of it would have to be averaged at every step, also rows that are not used; use sparse=False, or "
-        "leave average out",
-    ),
-    Conflict(
-        _F.TABLES, _F.COMPENSATION,
-        "delay compensation is not supported for it; set it to 0, or use sparse=False",
-    ),
+    *(Conflict(*pair, why) for pair, why in {
+        (_F.STREAM, _F.RANKS):
+            "each rank of a worker would read the stream by itself, which is not tested; use workers of one process",
+        (_F.PASSES, _F.BACKUP_TASKS):
+            "a worker that the others do not wait for may see the stream's end; leave --backup-tasks or passes out",
+        (_F.FOLD, _F.REPLICATION):
+            "the backup applies each contribution by itself, so none is folded into another's update; use fold=1, or "
+            "leave --replication out",
+        (_F.GROUPS, _F.OWN_OPTIMIZER):
+            "groups cannot set a decay or a rate where own_optimizer steps; give them to its own param_groups",
+        (_F.TABLES, _F.AVERAGE):
+            "every row of it would have to be averaged at every step, also rows that are not used; use sparse=False, "
+            "or leave average out",
+        (_F.TABLES, _F.COMPENSATION):
+            "delay compensation is not supported for it; set it to 0, or use sparse=False",
+    }.items()),
     Conflict(
         _F.TABLES, _F.CLIP,
         "in a streaming mode its gradient cannot be clipped; set clip to None, or use sparse=False",
@@ -229,25 +211,19 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         YES,
         {_M.STAGGERED: No("what a replica has changed since its last round would be lost with the step; use 'stop'")},
     ),
-    _F.AVERAGE: _row(
-        YES,
-        {
-            _M.ALL_REDUCE: No(
-                "workers hold the parameters, and the script can average its own model: use "
-                "torch.optim.swa_utils.AveragedModel there, or sync=rp.Sync()"
-            )
-        },
-    ),
+    _F.AVERAGE: _row(YES, {
+        _M.ALL_REDUCE: No(
+            "workers hold the parameters, and the script can average its own model: use "
+            "torch.optim.swa_utils.AveragedModel there, or sync=rp.Sync()"
+        )
+    }),
     _F.DECIDES: _row(_DECIDES_NOT, {_M.SYNC: YES}),
     _F.ACCUMULATE: _row(),
     _F.GROUPS: _row(),
-    _F.MUON: _row(
-        YES,
-        {
-            **_local(No("workers step between two rounds; use another optimizer, or sync=rp.Sync()")),
-            _M.ALL_REDUCE: No("workers step: use torch's own, own_optimizer=torch.optim.Muon(...), or sync=rp.Sync()"),
-        },
-    ),
+    _F.MUON: _row(YES, {
+        **_local(No("workers step between two rounds; use another optimizer, or sync=rp.Sync()")),
+        _M.ALL_REDUCE: No("workers step: use torch's own, own_optimizer=torch.optim.Muon(...), or sync=rp.Sync()"),
+    }),
     _F.CODEC: _row(),
     _F.CODEC_STATE: _row(),
     _F.DOWN: _row(),
@@ -258,40 +234,28 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         ),
         {_M.SYNC: YES},
     ),
-    _F.HOLD: _row(
-        YES,
-        {
-            **_local(No("under rp.LocalSteps workers step the parameters themselves, which needs fp32; leave it out")),
-            _M.ALL_REDUCE: No("workers step the parameters themselves, which needs fp32; leave it out"),
-        },
-    ),
-    _F.STREAMED: _row(
-        No(
-            "a worker that keeps no parameters needs versions that all of them compute from, and each replica's "
-            "gradient once; use sync=rp.Sync() without a quorum, or leave it out"
-        ),
-        {_M.SYNC: YES},
-    ),
-    _F.FINGERPRINTS: _row(
-        YES,
-        {
-            **dict.fromkeys((_M.SSP, _M.ASYNC, _M.LOCAL_ASYNC, _M.QUORUM, _M.LOCAL_QUORUM), No(
-                "what a version has of which replica depends on when it came, so no step can be computed again alike; "
-                "leave it out"
-            )),
-            _M.ALL_REDUCE: No("the optimizer is on the workers, which replays do not restore yet; leave it out"),
-            **dict.fromkeys((_M.LOCAL, _M.STAGGERED), No(
-                "a round is many steps of a replica's own, which replays do not go through yet; leave it out"
-            )),
-        },
-    ),
-    _F.AUDIT: _row(
-        No(
-            "a second worker has to compute the same contribution from the same version, and the step has to wait for "
-            "it; use sync=rp.Sync() without a quorum, or leave it out"
-        ),
-        {_M.SYNC: YES},
-    ),
+    _F.HOLD: _row(YES, {
+        **_local(No("under rp.LocalSteps workers step the parameters themselves, which needs fp32; leave it out")),
+        _M.ALL_REDUCE: No("workers step the parameters themselves, which needs fp32; leave it out"),
+    }),
+    _F.STREAMED: _row(No(
+        "a worker that keeps no parameters needs versions that all of them compute from, and each replica's "
+        "gradient once; use sync=rp.Sync() without a quorum, or leave it out"
+    ), {_M.SYNC: YES}),
+    _F.FINGERPRINTS: _row(YES, {
+        **dict.fromkeys((_M.SSP, _M.ASYNC, _M.LOCAL_ASYNC, _M.QUORUM, _M.LOCAL_QUORUM), No(
+            "what a version has of which replica depends on when it came, so no step can be computed again alike; "
+            "leave it out"
+        )),
+        _M.ALL_REDUCE: No("the optimizer is on the workers, which replays do not restore yet; leave it out"),
+        **dict.fromkeys((_M.LOCAL, _M.STAGGERED), No(
+            "a round is many steps of a replica's own, which replays do not go through yet; leave it out"
+        )),
+    }),
+    _F.AUDIT: _row(No(
+        "a second worker has to compute the same contribution from the same version, and the step has to wait for "
+        "it; use sync=rp.Sync() without a quorum, or leave it out"
+    ), {_M.SYNC: YES}),
     _F.SUMS: _row(No("a script's loop waits for sums of all workers; use sync=rp.Sync()"), {_M.SYNC: YES}),
     _F.OWN_OPTIMIZER: _row(
         No("it needs sync=rp.AllReduce(), where workers step; use optimizer= in other modes"),
@@ -301,98 +265,72 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         No("such a loop waits for each version after its own gradient; use sync=rp.Sync() or sync=rp.AllReduce()"),
         {_M.SYNC: YES, _M.ALL_REDUCE: YES},
     ),
-    _F.FRESH_INNER: _row(
-        _OF_LOCAL,
-        {
-            **_local(YES),
-            _M.STAGGERED: No(
-                "what a replica has changed goes on from round to round, and so must its optimizer's state; leave "
-                "keep_inner out, or synchronise everything at once"
-            ),
-        },
-    ),
+    _F.FRESH_INNER: _row(_OF_LOCAL, {
+        **_local(YES),
+        _M.STAGGERED: No(
+            "what a replica has changed goes on from round to round, and so must its optimizer's state; leave "
+            "keep_inner out, or synchronise everything at once"
+        ),
+    }),
     _F.PARTS: _staggering(),
     _F.DELAY: _staggering(),
     _F.FOLD: _of_async(),
     _F.COMPENSATION: _of_async(),
     _F.BUFFERS: _row(),
-    _F.CARRY: _row(
-        YES,
-        {
-            **dict.fromkeys((_M.QUORUM, _M.LOCAL_QUORUM), No(
-                "a step may do without a replica, and what that replica carries would be left behind; use "
-                "sync=rp.Sync() without a quorum, or leave carry= out"
-            )),
-            **dict.fromkeys(_STREAMING, No(
-                "each replica goes on at its own clock, and what it carries belongs to a version that all have; use "
-                "sync=rp.Sync(), or leave carry= out"
-            )),
-        },
-    ),
-    _F.TABLES: _row(
-        YES,
-        {
-            **_local(No("under rp.LocalSteps the worker would have to hold it; use another mode, or sparse=False")),
-            _M.ALL_REDUCE: No("under rp.AllReduce the worker would have to hold it; use another mode, or sparse=False"),
-        },
-    ),
-    _F.REPLICATION: _row(
-        YES,
-        {
-            _M.ALL_REDUCE: No(
-                "every worker holds the whole state, so nothing is lost with a server; leave --replication out"
-            )
-        },
-    ),
-    _F.BACKUP_TASKS: _row(
-        YES,
-        {
-            **dict.fromkeys(_STREAMING, _OWN_CLOCKS),
-            _M.ALL_REDUCE: No("a worker that is overtaken could not follow any more; leave --backup-tasks out"),
-            _M.LOCAL: _ONLY_FRESH,
-            _M.LOCAL_QUORUM: _ONLY_FRESH,
-            _M.STAGGERED: No(
-                "what a replica has changed stays on the worker that computes it; leave --backup-tasks out"
-            ),
-        },
-    ),
-    _F.AGGREGATORS: _row(
-        YES,
-        {
-            **dict.fromkeys(_STREAMING, No(
-                "each replica's contribution is applied by itself, so there is nothing to add up on the way; leave "
-                "--aggregators out"
-            )),
-            _M.QUORUM: _ONE_BY_ONE,
-            _M.LOCAL_QUORUM: _ONE_BY_ONE,
-        },
-    ),
+    _F.CARRY: _row(YES, {
+        **dict.fromkeys((_M.QUORUM, _M.LOCAL_QUORUM), No(
+            "a step may do without a replica, and what that replica carries would be left behind; use "
+            "sync=rp.Sync() without a quorum, or leave carry= out"
+        )),
+        **dict.fromkeys(_STREAMING, No(
+            "each replica goes on at its own clock, and what it carries belongs to a version that all have; use "
+            "sync=rp.Sync(), or leave carry= out"
+        )),
+    }),
+    _F.TABLES: _row(YES, {
+        **_local(No("under rp.LocalSteps the worker would have to hold it; use another mode, or sparse=False")),
+        _M.ALL_REDUCE: No("under rp.AllReduce the worker would have to hold it; use another mode, or sparse=False"),
+    }),
+    _F.REPLICATION: _row(YES, {
+        _M.ALL_REDUCE: No(
+            "every worker holds the whole state, so nothing is lost with a server; leave --replication out"
+        )
+    }),
+    _F.BACKUP_TASKS: _row(YES, {
+        **dict.fromkeys(_STREAMING, _OWN_CLOCKS),
+        _M.ALL_REDUCE: No("a worker that is overtaken could not follow any more; leave --backup-tasks out"),
+        _M.LOCAL: _ONLY_FRESH,
+        _M.LOCAL_QUORUM: _ONLY_FRESH,
+        _M.STAGGERED: No("what a replica has changed stays on the worker that computes it; leave --backup-tasks out"),
+    }),
+    _F.AGGREGATORS: _row(YES, {
+        **dict.fromkeys(_STREAMING, No(
+            "each replica's contribution is applied by itself, so there is nothing to add up on the way; leave "
+            "--aggregators out"
+        )),
+        _M.QUORUM: _ONE_BY_ONE,
+        _M.LOCAL_QUORUM: _ONE_BY_ONE,
+    }),
     _F.RANKS: _row(
         No("the parameters or the optimizer of a replica would have to be kept on each rank; use sync=rp.Sync()"),
         {_M.SYNC: YES, _M.QUORUM: YES, **dict.fromkeys((_M.SSP, _M.ASYNC), No(
             "a version may come in part, and ranks take whole ones; use sync=rp.Sync()"
         ))},
     ),
-    _F.STOP: _row(
-        YES,
-        {
-            **dict.fromkeys(_STREAMING, No(
-                "each replica goes on at its own clock, so there is no last version that all could end with; use a "
-                "lower steps="
-            )),
-            _M.STAGGERED: No(
-                "all layers are synchronised in the last round, which has to be known at the start; use a lower steps="
-            ),
-        },
-    ),
-    _F.STREAM: _row(),
-    _F.PASSES: _row(
-        No(
-            "the job would have to end where a replica has no batch any more, and its replicas are not all at one "
-            "step; leave passes out, and give steps"
+    _F.STOP: _row(YES, {
+        **dict.fromkeys(_STREAMING, No(
+            "each replica goes on at its own clock, so there is no last version that all could end with; use a "
+            "lower steps="
+        )),
+        _M.STAGGERED: No(
+            "all layers are synchronised in the last round, which has to be known at the start; use a lower steps="
         ),
-        {_M.SYNC: YES, _M.ALL_REDUCE: YES},
-    ),
+    }),
+    _F.STREAM: _row(),
+    _F.PASSES: _row(No(
+        "the job would have to end where a replica has no batch any more, and its replicas are not all at one "
+        "step; leave passes out, and give steps"
+    ), {_M.SYNC: YES, _M.ALL_REDUCE: YES}),
     _F.KEYED: _row(_NO_KEYS, dict.fromkeys((_M.SYNC, _M.SSP, _M.ASYNC), YES)),
 }
 
