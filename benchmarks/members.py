@@ -65,7 +65,7 @@ def _profiled(service: Any, path: str) -> None:
     """Write a profile of the owner's thread into this file when the thread ends."""
     import cProfile
 
-    from rallypoint.coordinator.owner import Owner
+    from rallypoint.coordinator.inbox import Owner
 
     run = Owner._run
 

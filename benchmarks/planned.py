@@ -32,7 +32,7 @@ from rich.console import Console
 
 from cluster import Case, Place, main, report, site, table
 from forked import Forking
-from rallypoint.core.plan.peers import Ring, ddp_cost
+from rallypoint.core.plan.candidates import Ring, ddp_cost
 from rallypoint.core.plan.pipeline import step_cost
 from rallypoint.core.plan.site import ON_CPU, Rates, Servers, Site, Workers
 from rallypoint.core.plan.workload import Layer, Workload

@@ -28,7 +28,7 @@ from rallypoint.coordinator.joining import Tickets
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.effects import Effect, FindSnapshot, PublishView
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.state import Origin, Phase
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import WORD_BYTES, TensorSpec, build_layout
@@ -626,7 +626,7 @@ class Play:
         version = number - number % scenario.snapshot_steps
         self._rollbacks += 1
         ready = self._send(
-            self.cluster.handle(events.SnapshotFound(f"v{version}", version), "a snapshot is found"), seen
+            self.cluster.handle(Origin(f"v{version}", version), "a snapshot is found"), seen
         )
         restored = _STATE * scenario.workload.words / len(self.cluster.view.servers) / scenario.server_rate
         return ready + restored + scenario.workload.nbytes / scenario.rate, version

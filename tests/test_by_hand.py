@@ -16,9 +16,9 @@ import pytest
 
 from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.service import JoinInfo
-from rallypoint.core.cluster.effects import FinishJob
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import LIVING_S, Terms
+from rallypoint.core.protocol import Finished
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.commands import by_hand
@@ -300,7 +300,7 @@ def test_a_folder_whose_job_has_ended_says_so_to_who_starts_it_again(members: Me
     folder = members.folder / "run"
     folder.mkdir()
     journal = Journal(str(folder))
-    journal.save(ClusterState(None, None, (), 0, 1, False, -1, 1, FinishJob("worker0")))
+    journal.save(ClusterState(None, None, (), 0, 1, False, -1, 1, Finished("worker0")))
     journal.close()
     members.start("coordinator", "coordinator", "--folder", str(folder), "--heartbeat", "60")
     address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")

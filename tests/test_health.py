@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.coordinator import owner as coordinator_owner
+from rallypoint.coordinator.inbox import Owner
 from rallypoint.errors import AddressInUse, UsageError
 from rallypoint.launch.environment import LEFT_STATUS, left_status
 from rallypoint.launch.observing import health as module
@@ -194,7 +194,7 @@ def test_a_thread_that_handles_one_event_for_long_is_stuck(monkeypatch: pytest.M
 
 
 def test_a_coordinator_that_looks_into_its_inbox_is_not_stuck() -> None:
-    owner = coordinator_owner.Owner(lambda event: None, tick_s=0.01)
+    owner = Owner(lambda event: None, tick_s=0.01)
     owner.start()
     try:
         until(lambda: owner.busy_s < 0.5, lambda: f"{owner.busy_s} s")

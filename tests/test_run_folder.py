@@ -26,11 +26,10 @@ from rallypoint import cli
 from rallypoint.config import JobConfig, record_of
 from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.journal import Journal
-from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.protocol import Say
+from rallypoint.core.protocol import Aborted, Finished, Say
 from rallypoint.core.typed import MOST_PUSHES
 from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch import folder as folders
@@ -302,7 +301,7 @@ def test_what_runs_is_said_without_its_arguments() -> None:
 
 
 def old_run(
-    folder: Path, last_word: FinishJob | Abort | None, *, snapshots: str = "", record: JobRecord = RECORD
+    folder: Path, last_word: Finished | Aborted | None, *, snapshots: str = "", record: JobRecord = RECORD
 ) -> None:
     folder.mkdir(exist_ok=True)
     write_plan(Launch(worker=("true",), folder=str(folder), snapshots=snapshots))
@@ -397,7 +396,7 @@ def test_no_command_that_cannot_begin_leaves_a_folder(
 
 
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
-    old_run(tmp_path, FinishJob("worker0"))
+    old_run(tmp_path, Finished("worker0"))
     with pytest.raises(UsageError, match=r"holds a finished run of 800 steps: choose another --folder, or --overwrite"):
         refuse_an_old_run(tmp_path, "")
 
@@ -436,7 +435,7 @@ def test_a_run_that_goes_on_by_another_command_line_says_which_counts(tmp_path: 
 
 
 def test_a_run_that_failed_is_named_so(tmp_path: Path) -> None:
-    old_run(tmp_path, Abort("worker0: ValueError: boom"))
+    old_run(tmp_path, Aborted("worker0: ValueError: boom"))
     failed = r"holds a run that failed \(worker0: ValueError: boom\), without a snapshot"
     with pytest.raises(UsageError, match=failed):
         refuse_an_old_run(tmp_path, "")
@@ -457,7 +456,7 @@ def test_a_new_run_is_not_started_over_the_snapshots_of_another_one(tmp_path: Pa
     shared = str(tmp_path / "shared")
     for folder in (tmp_path / "new", tmp_path / "old"):
         if folder.name == "old":
-            old_run(folder, FinishJob("worker0"))
+            old_run(folder, Finished("worker0"))
             clear(folder)
         with pytest.raises(UsageError, match=f"{shared} holds snapshots of another run: choose another --snapshots"):
             refuse_an_old_run(folder, shared)
@@ -623,13 +622,13 @@ def test_a_coordinator_by_hand_takes_no_orders_also_where_nobody_can_tell_whethe
 def test_a_finished_run_is_not_resumed_and_an_interrupted_one_is(tmp_path: Path) -> None:
     old_run(tmp_path, None)
     refuse_a_finished_run(tmp_path)
-    old_run(tmp_path, FinishJob("worker0"))
+    old_run(tmp_path, Finished("worker0"))
     with pytest.raises(UsageError, match="holds a finished run of 800 steps: nothing is left to do") as refused:
         refuse_a_finished_run(tmp_path)
     assert f"`rallypoint resume {tmp_path} --set steps=N` makes more than 800 steps" in str(refused.value)
     refuse_a_finished_run(tmp_path / "elsewhere")
     endless = msgspec.structs.replace(RECORD, config=RECORD.config | {"steps": MOST_PUSHES})  # a store without steps=
-    old_run(tmp_path, FinishJob("worker0"), record=endless)
+    old_run(tmp_path, Finished("worker0"), record=endless)
     with pytest.raises(UsageError, match="holds a finished run: nothing is left to do"):
         refuse_a_finished_run(tmp_path)
 

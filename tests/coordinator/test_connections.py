@@ -13,7 +13,7 @@ import pytest
 from rallypoint.coordinator import connections as checks
 from rallypoint.coordinator import inbox
 from rallypoint.coordinator.connections import MOST_WAITING, Checks, Connections
-from rallypoint.coordinator.owner import Owner
+from rallypoint.coordinator.inbox import Owner
 from rallypoint.core.protocol import Beat, Hello, Message, Propose, Resize, Say, Welcome, decode, encode
 from rallypoint.errors import ProtocolError
 from rallypoint.net.channel import SEALED_BYTES, Channel

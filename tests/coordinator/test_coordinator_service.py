@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from rallypoint.config import record_of, resolve
-from rallypoint.coordinator import announcer, journal, owner, service
+from rallypoint.coordinator import announcer, inbox, journal, service
 from rallypoint.coordinator import events as events_module
 from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.inbox import Barrier
@@ -633,7 +633,7 @@ def test_a_coordinator_that_was_paused_gives_nobody_up(house: House, monkeypatch
     """Stopped and continued, or kept waiting by a disk: it was deaf, they were not silent."""
     clock = Clock()
     monkeypatch.setattr(service, "time", clock)
-    monkeypatch.setattr(owner, "time", clock)
+    monkeypatch.setattr(inbox, "time", clock)
     coordinator = house.open(heartbeat=4.0)
     server, worker, view = house.begin()
     clock.ahead = 100.0

@@ -9,8 +9,7 @@ import pytest
 from test_shell import Play
 
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
-from rallypoint.core.cluster.events import SnapshotFound
-from rallypoint.core.cluster.state import ClusterState, Resumed
+from rallypoint.core.cluster.state import ClusterState, Origin, Resumed
 from rallypoint.core.cluster.terms import Terms, copies_of
 from rallypoint.core.protocol import Propose, Say
 from rallypoint.launch.options import RunOptions
@@ -76,7 +75,7 @@ def test_going_back_says_how_many_steps_are_lost_and_what_would_spare_them() -> 
     play.lose_the_server()
     (wanted,) = [text for text in said(play) if "going back" in text]
     assert wanted == "parameters are lost with their servers: going back to the last snapshot"
-    play.take(SnapshotFound("step-0", 0))
+    play.take(Origin("step-0", 0))
     assert said(play)[-1] == (
         "going on from snapshot step-0: version 0; 5 steps are computed again. With two servers and --replication 2 a "
         "server's death costs none"

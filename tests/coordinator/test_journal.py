@@ -18,11 +18,11 @@ from rallypoint.config import record_of, resolve
 from rallypoint.coordinator import journal as journal_module
 from rallypoint.coordinator.journal import JOURNAL, Journal, Persistence, kept_state
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
-from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.protocol import Aborted, Finished
 from rallypoint.core.view import Assignment, EarlyEnd, Member, StandingOrders, View, ViewNumber
 from rallypoint.errors import DataError
 from rallypoint.store import files
@@ -56,7 +56,7 @@ def view(count: int) -> View:
     )  # fmt: skip
 
 
-def state(count: int = 1, *, last_word: FinishJob | Abort | None = None) -> ClusterState:
+def state(count: int = 1, *, last_word: Finished | Aborted | None = None) -> ClusterState:
     return ClusterState(
         RECORD, view(count), (0, 1), incarnations=3, epoch=2, begun=True, furthest=count, workers_max=2,
         last_word=last_word,
@@ -132,13 +132,30 @@ def test_a_journal_goes_on_that_was_on_another_file_system(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
+    ("word", "earlier"), [(Finished("w0", 7, "enough"), "FinishJob"), (Aborted("w0 gave up"), "Abort")]
+)
+def test_the_last_word_is_read_as_earlier_versions_wrote_it(
+    tmp_path: Path, word: Finished | Aborted, earlier: str
+) -> None:
+    journal = Journal(str(tmp_path))
+    journal.save(state(last_word=word))
+    (body,) = journal._db.execute("select body from state").fetchone()
+    written = msgspec.msgpack.decode(body)
+    written["last_word"]["type"] = earlier
+    journal._db.execute("update state set body = ?", (msgspec.msgpack.encode(written),))
+    assert journal.load() == state(last_word=word)
+    journal.close()
+    assert kept_state(tmp_path) == state(last_word=word)
+
+
+@pytest.mark.parametrize(
     "written",
     [
         ClusterState(None, None, (), incarnations=0, epoch=1, begun=False, furthest=-1, workers_max=1),
         ClusterState(RECORD, None, (), incarnations=2, epoch=1, begun=False, furthest=-1, workers_max=1),
         state(),
-        state(last_word=FinishJob("w0")),
-        state(last_word=Abort("w0 gave up")),
+        state(last_word=Finished("w0")),
+        state(last_word=Aborted("w0 gave up")),
     ],
     ids=["empty", "gathering", "running", "finished", "aborted"],
 )

@@ -14,9 +14,8 @@ from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.joining import Tickets
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.core import protocol
-from rallypoint.core.cluster.effects import Abort, FindSnapshot
-from rallypoint.core.cluster.events import SnapshotFound
-from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
+from rallypoint.core.cluster.effects import FindSnapshot
+from rallypoint.core.cluster.state import ClusterState, Origin, Phase, Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.decisions import ReduceOnPlateau
 from rallypoint.core.job import JobRecord
@@ -149,7 +148,7 @@ def _rolled_back() -> tuple[Play, ViewNumber]:
     play.steps(10, 15)
     before = play.view.generation
     play.lose_the_server()
-    play.take(SnapshotFound("step-00000010-10002", 10))
+    play.take(Origin("step-00000010-10002", 10))
     assert play.view.generation > before
     return play, before
 
@@ -167,7 +166,7 @@ def test_figures_found_before_a_roll_back_are_forgotten_of_the_steps_that_are_co
     for step in (5, 10, 15):
         play.say("w0", Evaluated(step, play.view.generation, {"loss": 1.0}))
     play.lose_the_server()
-    play.take(SnapshotFound("step-00000010-10002", 10))
+    play.take(Origin("step-00000010-10002", 10))
     assert [play.shell.evaluations.of(step) for step in (5, 10, 15)] == [{"loss": 1.0}, {"loss": 1.0}, {}]
 
 
@@ -745,7 +744,7 @@ def test_the_coordinator_after_one_that_went_on_without_a_view_knows_that_it_did
     assert f"{heard} comes back with view {newest.number}, which the journal had no room for" in said
     assert last.shell.machine.phase is Phase.RECOVERING
     last.join("s2")
-    last.take(SnapshotFound("step-1", 1))
+    last.take(Origin("step-1", 1))
     generation = last.view.generation
     assert last.view.gaps == ()
     last.join("w0" if heard == "s0" else "s0")
@@ -833,7 +832,7 @@ def test_an_end_that_the_shell_decides_is_in_the_journal_before_anybody_hears_of
     play = Play().begin()
     ended = play.take(Aborted("the coordinator was interrupted"))
     saved = [act.state.last_word for act in ended if isinstance(act, acts.Save)]
-    assert saved == [Abort("the coordinator was interrupted")]
+    assert saved == [Aborted("the coordinator was interrupted")]
     first = next(index for index, act in enumerate(ended) if isinstance(act, acts.SendMessage))
     assert any(isinstance(act, acts.Save) for act in ended[:first])
 
@@ -935,7 +934,7 @@ def test_a_coordinator_killed_in_any_phase_is_followed_by_one_that_ends_the_job(
         old.take(inbox.Closed("s0", old.hello("s0"), "it died"))
     if phase is Phase.OVER:
         old.take(Aborted("somebody pulled the plug"))
-        old.shell.machine.course.end(Abort("somebody pulled the plug"))
+        old.shell.machine.course.end(Aborted("somebody pulled the plug"))
     assert old.shell.machine.phase is phase
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(old.shell.machine.state()), type=ClusterState)
     new = Play(state, settings=settings, **terms)
@@ -958,7 +957,7 @@ def test_a_coordinator_killed_in_any_phase_is_followed_by_one_that_ends_the_job(
         new.join("s1")
         if not settings:
             assert FindSnapshot() in new.done
-            new.take(SnapshotFound("step-00000010-10002", 10))
+            new.take(Origin("step-00000010-10002", 10))
     new.shell.machine.validate()
     new.steps(step, STEPS)
     new.say("w0", Done(new.view.generation))

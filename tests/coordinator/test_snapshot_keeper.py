@@ -16,9 +16,9 @@ from rallypoint.coordinator import inbox, snapshots
 from rallypoint.coordinator.acts import AddFigures, AddPart, CommitSnapshot
 from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core.cluster.effects import FindSnapshot
-from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
+from rallypoint.core.cluster.state import Origin
 from rallypoint.core.cluster.storing.snapshot_duty import ATTEMPTS
-from rallypoint.core.protocol import Aborted, Capture, Say, Snapshotted, Stored
+from rallypoint.core.protocol import Aborted, Capture, NotStored, Say, Snapshotted, Stored
 from rallypoint.errors import DamagedSnapshot, SnapshotError
 from rallypoint.store import files
 from rallypoint.store.files import StoreSilent, end_threads
@@ -80,13 +80,13 @@ def keeper(tmp_path: Path) -> Iterator[Keeper]:
 
 
 def test_what_all_servers_have_stored_is_committed_and_found_again(keeper: Keeper) -> None:
-    assert keeper.find() == SnapshotFound(""), "there is none"
+    assert keeper.find() == Origin(""), "there is none"
     name = keeper.store(3)
     done = keeper.commit(name, 3)
     assert isinstance(done, Snapshotted)
     assert done.nbytes == sum(SnapshotStore(keeper.url).load(name).files.values())
     assert done.seconds >= 0
-    assert keeper.find() == SnapshotFound(name, 3)
+    assert keeper.find() == Origin(name, 3)
 
 
 def test_old_ones_are_deleted_and_the_one_that_a_server_may_still_need_is_not(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_a_coordinator_that_was_paused_and_replaced_makes_no_given_up_course_the
     name = paused.store(5)
     later = Keeper(tmp_path, attempt=LATER)
     assert isinstance(later.commit(newest := later.store(2), 2), Snapshotted)
-    assert paused.commit(name, 5) == SnapshotLost(name, REPLACED.format(newest))
-    assert later.find() == SnapshotFound(newest, 2)
+    assert paused.commit(name, 5) == NotStored(name, REPLACED.format(newest))
+    assert later.find() == Origin(newest, 2)
     for keeper in (paused, later):
         end_threads(keeper.keeper.stop())
 
@@ -131,10 +131,10 @@ def test_a_coordinator_that_is_cut_off_while_it_writes_a_manifest_deletes_nothin
         put(snapshot, path, data)
 
     monkeypatch.setattr(hangs.keeper._store, "_put", late)
-    assert hangs.commit(name, 3) == SnapshotLost(name, REPLACED.format(snapshot_id(4, LATER)))
+    assert hangs.commit(name, 3) == NotStored(name, REPLACED.format(snapshot_id(4, LATER)))
     end_threads(hangs.keeper.stop())
     follows = Keeper(tmp_path, attempt=LATER + 1)
-    assert follows.find() == SnapshotFound(snapshot_id(4, LATER), 4)
+    assert follows.find() == Origin(snapshot_id(4, LATER), 4)
     end_threads(follows.keeper.stop())
 
 
@@ -154,7 +154,7 @@ def test_what_the_store_says_of_earlier_snapshots_holds_no_later_one_up(
             raise SnapshotError("it timed out")
 
     monkeypatch.setattr(keeper.keeper._store, "_put", fails)
-    assert isinstance(keeper.commit(keeper.store(3), 3), SnapshotLost)
+    assert isinstance(keeper.commit(keeper.store(3), 3), NotStored)
     monkeypatch.undo()
     keeper.attempt = 3
     assert isinstance(keeper.commit(keeper.store(4), 4), Snapshotted)
@@ -167,9 +167,9 @@ def test_what_the_store_says_of_earlier_snapshots_holds_no_later_one_up(
 def test_the_parts_of_a_snapshot_that_was_given_up_are_forgotten(keeper: Keeper) -> None:
     name = keeper.store(3)
     keeper.keeper.do(Capture(snapshot_id(4, 1), 0))
-    assert keeper.commit(name, 3) == SnapshotLost(name, "its parts have been forgotten")
+    assert keeper.commit(name, 3) == NotStored(name, "its parts have been forgotten")
     keeper.keeper.do(AddPart(Stored(name, {}, {}), "server0 on node0"))  # a straggler's word changes nothing
-    assert keeper.find() == SnapshotFound("")
+    assert keeper.find() == Origin("")
 
 
 def test_what_attempts_have_stored_makes_room_for_the_next_one(keeper: Keeper) -> None:
@@ -177,7 +177,7 @@ def test_what_attempts_have_stored_makes_room_for_the_next_one(keeper: Keeper) -
     keeper.commit(keeper.store(2), 2)
     keeper.store(3)  # and no word of the other parts: the disk of another server is full
     keeper.store(4)
-    assert keeper.find() == SnapshotFound(snapshot_id(2, 1), 2)  # (what was asked for before is done)
+    assert keeper.find() == Origin(snapshot_id(2, 1), 2)  # (what was asked for before is done)
     assert sorted(path.name for path in Path(keeper.url).glob("step*")) == [snapshot_id(2, 1), snapshot_id(4, 1)]
 
 
@@ -198,7 +198,7 @@ def test_late_metrics_that_cannot_be_stored_do_not_end_the_job(
     """After a restart of the coordinator it looks in the store for the snapshot of that version."""
     monkeypatch.setattr(SnapshotStore, "manifests", raising(StoreSilent("it does not answer")))
     keeper.keeper.do(AddFigures(20, {"loss": 0.5}, 10))
-    assert keeper.find() == SnapshotFound("")
+    assert keeper.find() == Origin("")
     assert keeper.said == ["the figures of step 20 could not be stored: it does not answer"]
 
 
@@ -209,7 +209,7 @@ def test_a_snapshot_that_lacks_a_part_is_not_committed(keeper: Keeper) -> None:
     entries = {shard: (e.file, e.offset, e.length, e.checksum) for shard, e in part.shards.items()}
     keeper.keeper.do(AddPart(Stored(name, part.files, entries), "server0 on node0"))
     failed = keeper.commit(name, 3)
-    assert isinstance(failed, SnapshotLost)
+    assert isinstance(failed, NotStored)
     assert "lacks 1 shards" in failed.reason
 
 
@@ -227,13 +227,13 @@ def test_a_store_that_fails_is_an_answer_and_never_silence(
     name = keeper.store(3)
     with monkeypatch.context() as patch:
         patch.setattr(SnapshotStore, "commit", raising(error))
-        assert keeper.commit(name, 3) == SnapshotLost(name, sentence)
+        assert keeper.commit(name, 3) == NotStored(name, sentence)
     name = keeper.store(4)
     assert isinstance(keeper.commit(name, 4), Snapshotted), "the next one is none the worse for it"
     monkeypatch.setattr(SnapshotStore, "retain", raising(error))
     name = keeper.store(5)
     assert isinstance(keeper.commit(name, 5), Snapshotted), "committed is committed"
-    assert keeper.find() == SnapshotFound(name, 5)
+    assert keeper.find() == Origin(name, 5)
     assert keeper.said == [f"old snapshots could not be deleted: {sentence}"]
 
 
@@ -256,7 +256,7 @@ def test_a_snapshot_with_a_file_that_the_coordinator_does_not_see_is_not_complet
     shared, other = tmp_path / "shared", tmp_path / "other"
     keeper = Keeper(shared)
     name = keeper.store(3, other)
-    assert keeper.commit(name, 3) == SnapshotLost(name, unshared(shared, "server1-0.shards"))
+    assert keeper.commit(name, 3) == NotStored(name, unshared(shared, "server1-0.shards"))
     assert isinstance(keeper.commit(keeper.store(4), 4), Snapshotted), "the next one is seen"
     end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [4]
@@ -276,7 +276,7 @@ def test_a_file_of_another_size_is_not_what_was_stored(tmp_path: Path, monkeypat
     name = keeper.store(3)
     file = tmp_path / name / "server1-0.shards"
     file.write_bytes(file.read_bytes()[:-1])
-    assert keeper.commit(name, 3) == SnapshotLost(name, unshared(tmp_path, file.name))
+    assert keeper.commit(name, 3) == NotStored(name, unshared(tmp_path, file.name))
     end_threads(keeper.keeper.stop())
 
 
@@ -328,7 +328,7 @@ def test_a_store_that_does_not_answer_for_a_moment_is_asked_again(
     name = keeper.store(3)
     keeper.commit(name, 3)
     monkeypatch.setattr(SnapshotStore, "latest_usable", _fails_at_first(2, error, SnapshotStore.latest_usable))
-    assert keeper.find() == SnapshotFound(name, 3)
+    assert keeper.find() == Origin(name, 3)
     assert len(keeper.said) == 2
     assert all("looking for the newest snapshot: " in said and "trying again in 0 s" in said for said in keeper.said)
 
@@ -361,7 +361,7 @@ def test_the_figures_of_an_evaluation_that_ends_after_its_snapshot_are_added_to_
         assert isinstance(keeper.commit(keeper.store(version), version, metrics={}), Snapshotted)
         keeper.keeper.do(AddFigures(version, {"loss": loss}))
     keeper.keeper.do(AddFigures(9, {"loss": 0.0}))  # of a version of which there is no snapshot
-    assert keeper.find() == SnapshotFound(snapshot_id(4, 1), 4)
+    assert keeper.find() == Origin(snapshot_id(4, 1), 4)
     end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [2, 4], "the best and the newest"
     assert SnapshotStore(keeper.url).load(snapshot_id(2, 1)).metrics == {"loss": 1.0}
@@ -390,7 +390,7 @@ def test_the_best_version_is_kept_and_those_that_are_not_decided_yet(tmp_path: P
 def test_a_new_coordinator_adds_the_figures_of_the_best_version_once_more(keeper: Keeper) -> None:
     take(SnapshotStore(keeper.url), 7)
     keeper.keeper.do(AddFigures(7, {"loss": 0.5}, version=7))
-    assert keeper.find() == SnapshotFound(snapshot_id(7, 1), 7)
+    assert keeper.find() == Origin(snapshot_id(7, 1), 7)
     assert SnapshotStore(keeper.url).load(snapshot_id(7, 1)).metrics == {"loss": 0.5}
 
 
@@ -401,7 +401,7 @@ def test_a_damaged_snapshot_is_passed_over_aloud(keeper: Keeper, tmp_path: Path)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert keeper.find() == SnapshotFound(snapshot_id(1, 1), 1)
+    assert keeper.find() == Origin(snapshot_id(1, 1), 1)
     assert len(keeper.said) == 1
     assert keeper.said[0].startswith(f"snapshot {snapshot_id(2, 1)} is damaged: file {file.name}: ")
     assert keeper.said[0].endswith("; using the one before it")

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from test_core_cluster import RECORD, _begun, _Job, _of, _terms
 
 from rallypoint.config import JobConfig, audits_of, record_of, resolve
 from rallypoint.core.audits import Audits, alike, computing
 from rallypoint.core.cluster.auditing import unlike
-from rallypoint.core.cluster.effects import Abort, PublishView
+from rallypoint.core.cluster.effects import PublishView
 from rallypoint.core.cluster.events import From, Joined
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import Sync
-from rallypoint.core.protocol import AuditFound, Propose, Say
+from rallypoint.core.protocol import Aborted, AuditFound, Propose, Say
 from rallypoint.core.shard.audited import AuditedShard
 from rallypoint.core.shard.effects import Accepted, Apply, Disputed, Drop, Take
 from rallypoint.core.shard.events import Assigned, Contribute, Initialise
@@ -318,10 +318,10 @@ def test_of_three_workers_each_server_may_hear_two_others_before_the_third() -> 
     job = begun(3)
     job.step(0)
     effects = [*found(job, 1, "w0", "w1", server="s0"), *found(job, 1, "w1", "w2", server="s1")]
-    assert _of(Abort, effects) == [], "both will hear the third one too"
+    assert _of(Aborted, effects) == [], "both will hear the third one too"
     effects = [*found(job, 1, "w1", server="s0", agreed=("w0", "w2"))]
     assert "w1" not in job.machine.course.members.workers
-    assert _of(Abort, effects) == []
+    assert _of(Aborted, effects) == []
 
 
 # ---- Which workers can audit each other: those whose probes gave the same bytes ----

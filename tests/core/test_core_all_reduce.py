@@ -10,16 +10,16 @@ from slot_bench import AlignedBench, view_of
 from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _running, _terms, beat
 
 from rallypoint.config import group_of, resolve, with_own_optimizer
-from rallypoint.core.cluster.effects import Abort, Effect, FindSnapshot
-from rallypoint.core.cluster.events import Captured, Committed, From, Left, SnapshotFound, SnapshotOrdered, Tick
+from rallypoint.core.cluster.effects import Effect, FindSnapshot
+from rallypoint.core.cluster.events import Captured, From, Left, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.recovery import WorkersHoldState
-from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.state import Origin, Phase
 from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.modes import StateHolder
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
-from rallypoint.core.protocol import Capture, Held, Leaving, Say
+from rallypoint.core.protocol import Aborted, Capture, Held, Leaving, Say, Snapshotted, SnapshotWanted
 from rallypoint.core.shard.effects import Apply, Drop, InstallFirst
 from rallypoint.core.shard.effects import Publish as Published
 from rallypoint.core.shard.events import Contribute, Initialise
@@ -72,7 +72,7 @@ def test_a_worker_that_joins_makes_all_go_on_from_what_the_furthest_uploads() ->
 def test_before_anybody_has_reported_it_is_whoever_uploaded_the_first_weights_that_has_the_state() -> None:
     job = _Job(_terms(1, 1, workers_max=2, snapshots=True), record=RECORD)
     capture = _of(Capture, job.come("s0", "w0"))[0]
-    job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Committed(capture.snapshot))
+    job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Snapshotted(capture.snapshot, 0, 0, 0.0))
     before = job.view
     effects = job.come("w1")
     assert _of(FindSnapshot, effects) == []
@@ -83,7 +83,7 @@ def test_before_anybody_has_reported_it_is_whoever_uploaded_the_first_weights_th
 def test_who_dies_right_after_bringing_the_first_weights_may_have_left_them_in_part_on_the_servers() -> None:
     job = _Job(_terms(2, 1, snapshots=True), record=RECORD)
     capture = _of(Capture, job.come("s0", "w0", "w1"))[0]
-    job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Committed(capture.snapshot))
+    job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Snapshotted(capture.snapshot, 0, 0, 0.0))
     assert (job.view.uploader, job.machine.course.recovery.reached) == ("w0", {"w0": 0})
     effects = _gone(job, "w0")
     assert _of(FindSnapshot, effects) == [FindSnapshot()]  # w1 would wait for shards that nobody brings
@@ -177,7 +177,7 @@ def test_when_nobody_has_the_state_the_last_snapshot_has_it() -> None:
     said = job.come("w2")
     assert _of(FindSnapshot, said) == [FindSnapshot()]
     assert "the model's state is lost with the workers" in _of(Say, said)[0].text
-    job.play(SnapshotFound("step-00000002-1", 2))
+    job.play(Origin("step-00000002-1", 2))
     assert (job.view.origin, sorted(job.view.assigned(2))) == ("step-00000002-1", ["w2"])
     assert job.machine.course.furthest == 1
 
@@ -186,7 +186,7 @@ def test_when_nobody_has_the_state_and_there_is_no_snapshot_the_job_ends_with_a_
     job = _begun(steps=4)
     _gone(job, "w0", "w1")
     job.come("w2")
-    (abort,) = _of(Abort, job.play(SnapshotFound("")))
+    (abort,) = _of(Aborted, job.play(Origin("")))
     assert "no worker is left that has the model's state" in abort.reason
 
 
@@ -241,7 +241,7 @@ def test_the_next_coordinator_knows_who_has_the_state() -> None:
 def test_terms_that_the_mode_does_not_support_end_the_job_at_once(terms: dict[str, Any], sentence: str) -> None:
     job = _Job(_terms(**terms), record=RECORD)
     effects = job.come(*EVERYBODY)
-    (aborted,) = _of(Abort, effects)
+    (aborted,) = _of(Aborted, effects)
     assert aborted.reason.startswith(sentence)
 
 
@@ -253,10 +253,10 @@ def test_stateful_workers_store_a_share_each() -> None:
     taken = job.machine._snapshots.taking
     job.play(Captured("w0", taken.id, tuple(SHARDS)))  # the first weights are the bringer's
     generation = job.view.generation
-    job.play(Committed(taken.id))
+    job.play(Snapshotted(taken.id, 0, 0, 0.0))
     assert job.view.generation == generation  # it has only to begin
     job.step(0)
-    (capture,) = _of(Capture, job.play(SnapshotOrdered()))
+    (capture,) = _of(Capture, job.play(SnapshotWanted()))
     assert capture.writers == ("w0", "w1")
     _gone(job, "w1")
     assert job.machine._snapshots.duty.under_way(capture.snapshot) is None  # its share will not come
@@ -270,10 +270,10 @@ def test_a_worker_that_evaluates_for_long_stores_its_share_afterwards(ending: bo
     """Its main thread does both. At the end nobody is told to make room, and to press Ctrl-C."""
     job = _running(_terms(snapshots=True, heartbeat=2.0), EVERYBODY, RECORD)
     (first,) = [job.machine._snapshots.taking]
-    job.play(Captured("w0", first.id, tuple(SHARDS)), Committed(first.id))
+    job.play(Captured("w0", first.id, tuple(SHARDS)), Snapshotted(first.id, 0, 0, 0.0))
     for step in range(STEPS if ending else 1):
         job.step(step)
-    (capture,) = _of(Capture, job.done("w1") if ending else job.play(SnapshotOrdered()))
+    (capture,) = _of(Capture, job.done("w1") if ending else job.play(SnapshotWanted()))
     for step in range(1, 0 if ending else capture.version + 1):
         job.step(step)
     job.play(Captured("w1", capture.snapshot, tuple(SHARDS[list(capture.writers).index("w1") :: 2])))

@@ -14,10 +14,10 @@ from rallypoint.config import JobConfig, record_of
 from rallypoint.core import protocol
 from rallypoint.core.cluster import effects as fx
 from rallypoint.core.cluster import events as ev
-from rallypoint.core.cluster.effects import Effect, FindSnapshot, FinishJob, PublishView
-from rallypoint.core.cluster.events import Captured, From, Left, SnapshotFound, SnapshotLost, SnapshotOrdered, Tick
+from rallypoint.core.cluster.effects import Effect, FindSnapshot, PublishView
+from rallypoint.core.cluster.events import Captured, From, Left, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
+from rallypoint.core.cluster.state import ClusterState, Origin, Phase, Resumed
 from rallypoint.core.cluster.storing.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord, disagreement
@@ -27,7 +27,25 @@ from rallypoint.core.placing.assigner import PAUSE_S, ROUNDS
 from rallypoint.core.placing.pinned import LATE
 from rallypoint.core.placing.view_change import AHEAD
 from rallypoint.core.policy import LocalSteps
-from rallypoint.core.protocol import Capture, CaughtUp, Disproved, Done, GiveUp, Held, Leaving, Propose, Say, Unrestored
+from rallypoint.core.protocol import (
+    Aborted,
+    Capture,
+    CaughtUp,
+    Disproved,
+    Done,
+    Finished,
+    GiveUp,
+    Held,
+    Leaving,
+    NotStored,
+    Propose,
+    Release,
+    Resize,
+    Say,
+    Snapshotted,
+    SnapshotWanted,
+    Unrestored,
+)
 from rallypoint.core.view import Member, View, ViewNumber
 
 STEPS = 20
@@ -163,7 +181,7 @@ class _Job:
             parts = tuple(self.machine.shards_to_store(server, taken.snapshot))
             effects += self.play(Captured(server, taken.snapshot, parts))
         assert _of(fx.Commit, effects) == [fx.Commit(taken.snapshot, taken.version)]
-        return effects + self.play(ev.Committed(taken.snapshot))
+        return effects + self.play(Snapshotted(taken.snapshot, 0, 0, 0.0))
 
     @property
     def view(self) -> View:
@@ -224,9 +242,9 @@ def test_whatever_order_members_come_in_the_job_begins_once_and_ends_once(
     assert sorted(view.primary) == SHARDS
     assert view.backup == {}
     a, b, c = data.draw(st.permutations(["w0", "w1", "w2"]))
-    assert _of(FinishJob, job.done(a, b, a)) == []
+    assert _of(Finished, job.done(a, b, a)) == []
     assert job.view.orders.ending
-    assert job.done(c) == [FinishJob("w0")]
+    assert job.done(c) == [Finished("w0")]
     assert job.machine.phase is Phase.OVER
 
 
@@ -249,7 +267,7 @@ def test_it_says_what_it_waits_for_all_the_way() -> None:
     assert job.machine.waiting_for() == "1 more server"
     job.join("s2")
     assert job.machine.waiting_for() == "a snapshot to go back to"
-    job.play(SnapshotFound("step-1", 1), From("w2", Propose(RECORD)))
+    job.play(Origin("step-1", 1), From("w2", Propose(RECORD)))
     job.come("w3")
     job.done("w2", "w3")
     assert job.machine.phase is Phase.OVER
@@ -300,7 +318,7 @@ def test_another_job_aborts_one_that_gathers_naming_worker_host_and_what_differs
     job = _Job(_terms())
     job.join("s0", "s1", "w0", "w1")
     (abort,) = job.play(From("w0", Propose(_record(**there))), From("w1", Propose(_record(**here))))
-    assert isinstance(abort, fx.Abort)
+    assert isinstance(abort, Aborted)
     assert abort.reason.startswith("w1 on host-of-w1 ")
     assert differs in abort.reason
     assert job.machine.phase is Phase.OVER
@@ -357,7 +375,7 @@ def test_a_record_that_servers_were_sent_stays_when_everybody_leaves_before_the_
     assert job.play(Left("w2", "x")) == []
     job.join("w3")
     (abort,) = job.play(From("w3", Propose(_record(width=9))))
-    assert isinstance(abort, fx.Abort)
+    assert isinstance(abort, Aborted)
     assert "head.weight [9] float32 (group 0) here" in abort.reason
     assert "the job is there" in abort.reason
 
@@ -444,13 +462,13 @@ def test_who_computes_makes_no_room_for_one_that_came_first_and_was_ready_last()
 def test_a_job_may_be_resized_and_the_next_coordinator_keeps_to_it() -> None:
     job = _begun(_terms(2), ("s0", "s1", "w0", "w1", "w2"))
     revision = job.machine.revision
-    job.play(ev.Resized(3))
+    job.play(Resize(3))
     assert job.machine.revision > revision
     assert job.machine.course.active() == ["w0", "w1", "w2"]
-    job.play(ev.Resized(1))
+    job.play(Resize(1))
     assert dict(job.view.assigned(0)) == {"w0": (0, 1, 2, 3)}
     assert _again(job).machine.course.active() == ["w0"]
-    job.play(ev.Resized(0))
+    job.play(Resize(0))
     assert job.machine.course.active() == ["w0"]
 
 
@@ -631,14 +649,14 @@ def test_who_is_given_up_just_before_the_end_may_still_come_back_for_the_last_ve
     job = _begun(_terms(heartbeat=2.0, snapshots=False))
     job.tick(1.9, alive=["s0", "s1", "w1"])
     job.tick(0.2, alive=["s0", "s1", "w1"])
-    assert _of(FinishJob, job.done("w1")) == []
+    assert _of(Finished, job.done("w1")) == []
     assert job.machine.waiting_for() == "w0 to come back, given up just before the end"
     job.join("w0")  # that is not enough: it has no model yet, and would go without the last version
-    assert _of(FinishJob, job.tick(1.0)) == []
+    assert _of(Finished, job.tick(1.0)) == []
     effects = job.play(From("w0", Propose(RECORD)))
     assert any("w0" in publish.members for publish in _of(PublishView, effects))
-    assert _of(FinishJob, job.tick(1.9)) == []
-    assert _of(FinishJob, job.done("w0")) == [FinishJob("w1")]
+    assert _of(Finished, job.tick(1.9)) == []
+    assert _of(Finished, job.done("w0")) == [Finished("w1")]
 
 
 def test_a_new_coordinator_gives_everybody_a_whole_heartbeat() -> None:
@@ -811,7 +829,7 @@ def _rolled_back(snapshot: str, version: int) -> _Job:
     for step in range(6):
         job.step(step)
     assert FindSnapshot() in job.play(Left("s0", "x"))
-    job.play(SnapshotFound(snapshot, version))
+    job.play(Origin(snapshot, version))
     assert job.view.origin == snapshot
     return job
 
@@ -826,13 +844,13 @@ def test_of_a_snapshot_that_was_damaged_after_it_was_verified_the_one_before_is_
     ]
     assert _of(FindSnapshot, effects) == [FindSnapshot()]
     assert job.play(damaged) == []  # said again: it is being answered
-    job.play(SnapshotFound("step-2", 2))
+    job.play(Origin("step-2", 2))
     assert (job.view.origin, job.machine.course.furthest) == ("step-2", 1)
     assert job.view.generation > first.generation
     assert job.play(damaged) == []  # of the generation before
     job.play(Left("s1", "x"))
     job.come("s9")
-    job.play(SnapshotFound("step-8", 8))  # taken long after: the damage is over
+    job.play(Origin("step-8", 8))  # taken long after: the damage is over
     assert job.view.origin == "step-8"
 
 
@@ -842,7 +860,7 @@ def test_a_damage_that_the_search_does_not_see_or_goes_past_ends_the_job(snapsho
     """
     job = _rolled_back("step-4", 4)
     job.play(From("s1", Unrestored("its file 0 has other bytes", job.view.generation)))
-    (abort,) = _of(fx.Abort, job.play(SnapshotFound(snapshot, version)))
+    (abort,) = _of(Aborted, job.play(Origin(snapshot, version)))
     assert abort.reason == "s1 cannot go on: its file 0 has other bytes"
 
 
@@ -1015,7 +1033,7 @@ def test_shards_that_are_lost_send_everybody_back_to_the_last_snapshot() -> None
         Say("parameters are lost with their servers: going back to the last snapshot"),
         FindSnapshot(),
     ]
-    said, published = job.play(SnapshotFound("step-00000005-1", 5))
+    said, published = job.play(Origin("step-00000005-1", 5))
     assert said == Say(
         "going on from snapshot step-00000005-1: version 5; 4 steps are computed again. With two servers and "
         "--replication 2 a server's death costs none"
@@ -1025,14 +1043,14 @@ def test_shards_that_are_lost_send_everybody_back_to_the_last_snapshot() -> None
     assert set(published.view.primary.values()) == {"s1"}
     assert sorted(r for own in published.view.assigned(5).values() for r in own) == [0, 1, 2, 3]
     assert job.machine.course.furthest == 4
-    assert job.play(SnapshotFound("step-00000005-1", 5)) == []
+    assert job.play(Origin("step-00000005-1", 5)) == []
 
 
 def test_without_a_snapshot_to_go_back_to_the_job_ends_and_says_what_to_set() -> None:
     job = _begun()
     job.play(Left("s0", "x"))
-    (abort,) = job.play(SnapshotFound("", -1))
-    assert isinstance(abort, fx.Abort)
+    (abort,) = job.play(Origin("", -1))
+    assert isinstance(abort, Aborted)
     assert "set replication to 2, or snapshots" in abort.reason
     assert job.machine.phase is Phase.OVER
 
@@ -1041,10 +1059,10 @@ def test_while_it_recovers_members_come_and_go_and_no_view_is_published() -> Non
     job = _begun()
     job.play(Left("s0", "x"))
     assert job.play(Left("s1", "y")) == [Say("s1 is gone: y")]
-    assert job.play(SnapshotFound("step-5", 5)) == []  # there is nobody to load it
+    assert job.play(Origin("step-5", 5)) == []  # there is nobody to load it
     assert _of(PublishView, job.come("w2")) == []
     assert FindSnapshot() in job.join("s3")
-    effects = job.play(SnapshotFound("step-5", 5))
+    effects = job.play(Origin("step-5", 5))
     assert _of(PublishView, effects)[0].view.servers[0].id == "s3"
     assert job.view.workers[-1].id == "w2"
 
@@ -1103,16 +1121,16 @@ def test_first_values_of_a_store_that_any_worker_may_give_go_back_for_no_dead_wo
 def test_whoever_was_done_before_a_roll_back_is_not_done_any_more() -> None:
     job = _begun(_terms(2, 2, workers_max=3))
     job.done("w0")
-    job.play(Left("s0", "x"), SnapshotFound("step-5", 5))
+    job.play(Left("s0", "x"), Origin("step-5", 5))
     assert not job.view.orders.ending
-    assert _of(FinishJob, job.done("w1")) == []
-    assert _of(FinishJob, job.done("w0")) == [FinishJob("w0")]
+    assert _of(Finished, job.done("w1")) == []
+    assert _of(Finished, job.done("w0")) == [Finished("w0")]
 
 
 def test_a_word_of_being_done_from_before_a_roll_back_does_not_count() -> None:
     job = _begun()
     stale = job.view
-    job.play(Left("s0", "x"), SnapshotFound("step-5", 5))
+    job.play(Left("s0", "x"), Origin("step-5", 5))
     assert job.play(From("w0", Done(stale.generation)), From("w1", Done(stale.generation))) == []
     assert not job.view.orders.ending
     assert job.play(ev.Computed("w0", 17, 0, 0.1, stale.generation)) == []
@@ -1179,9 +1197,9 @@ def test_a_job_that_was_over_stays_over() -> None:
     old.done("w0", "w1")
     job = _again(old)
     assert job.machine.phase is Phase.OVER
-    assert job.machine.last_word == FinishJob("w0")
+    assert job.machine.last_word == Finished("w0")
     assert job.join("w0", incarnation=old.incarnations["w0"]) == [fx.Refuse("w0", "the job is over")]
-    assert job.play(Left("w0", "x"), From("w1", GiveUp("x")), Tick(9.0), SnapshotFound("x", 1)) == []
+    assert job.play(Left("w0", "x"), From("w1", GiveUp("x")), Tick(9.0), Origin("x", 1)) == []
 
 
 def test_a_coordinator_that_had_not_begun_gathers_again() -> None:
@@ -1246,7 +1264,7 @@ def test_nothing_is_computed_before_the_first_weights_are_stored() -> None:
 def test_when_the_first_weights_cannot_be_stored_the_job_says_so_and_goes_on() -> None:
     job = _Job(_SNAPSHOTS)
     (capture,) = _of(Capture, job.come("s0", "s1", "w0", "w1"))
-    effects = job.play(SnapshotLost(capture.snapshot, "no space left"))
+    effects = job.play(NotStored(capture.snapshot, "no space left"))
     assert effects[0] == Say(f"snapshot {capture.snapshot} could not be taken: no space left")
     assert job.view.assignments != ()
 
@@ -1297,9 +1315,9 @@ def test_a_snapshot_that_takes_longer_than_the_time_between_two_is_followed_by_o
 
 def test_a_snapshot_is_committed_when_all_parts_are_there_and_strangers_parts_do_not_count() -> None:
     job = _begun(_SNAPSHOTS)
-    (capture,) = job.play(SnapshotOrdered())
-    assert job.play(Captured("s0", "another", tuple(SHARDS)), ev.Committed("another")) == []
-    assert job.play(SnapshotLost("another", "x")) == []
+    (capture,) = job.play(SnapshotWanted())
+    assert job.play(Captured("s0", "another", tuple(SHARDS)), Snapshotted("another", 0, 0, 0.0)) == []
+    assert job.play(NotStored("another", "x")) == []
     assert job.play(Captured("s0", capture.snapshot, tuple(SHARDS))) == [], "one cannot know of the other's shards"
     assert job.play(Captured("w0", capture.snapshot, tuple(SHARDS))) == []
     *parts, last = job.view.shards_of("s1")
@@ -1310,9 +1328,9 @@ def test_a_snapshot_is_committed_when_all_parts_are_there_and_strangers_parts_do
 
 def test_a_snapshot_that_comes_too_late_is_taken_again_further_ahead() -> None:
     job = _begun(_SNAPSHOTS)
-    (capture,) = job.play(SnapshotOrdered())
+    (capture,) = job.play(SnapshotWanted())
     job.play(applied("s0", 8, job.view.generation))
-    assert job.play(SnapshotLost(capture.snapshot, "too late", passed=9)) == []
+    assert job.play(NotStored(capture.snapshot, "too late", passed=9)) == []
     (again,) = _of(Capture, job.tick(0.1))
     assert again.version == 9 + CAPTURE_AHEAD
     assert again.snapshot != capture.snapshot
@@ -1320,8 +1338,8 @@ def test_a_snapshot_that_comes_too_late_is_taken_again_further_ahead() -> None:
 
 def test_one_server_s_word_that_it_has_passed_a_version_proves_one_step_more_than_is_known() -> None:
     job = _begun(_SNAPSHOTS)
-    (capture,) = job.play(SnapshotOrdered())
-    job.play(SnapshotLost(capture.snapshot, "too late", passed=STEPS))
+    (capture,) = job.play(SnapshotWanted())
+    job.play(NotStored(capture.snapshot, "too late", passed=STEPS))
     assert job.machine.course.furthest == 1
     (again,) = _of(Capture, job.tick(0.1))
     assert again.version == 1 + CAPTURE_AHEAD, "it is tried again, until the servers' other words are here"
@@ -1342,7 +1360,7 @@ def test_a_worker_s_word_that_it_holds_the_last_version_waits_until_the_last_rou
     assert job.view.orders.ending, "its word was kept"
     assert [capture.version for capture in _of(Capture, effects)] == [STEPS]
     job.store(_of(Capture, effects)[0])
-    assert job.play(From("w1", Done(job.view.generation))) == [FinishJob("w0")]
+    assert job.play(From("w1", Done(job.view.generation))) == [Finished("w0")]
 
 
 def test_a_word_of_the_last_version_that_was_kept_is_dropped_with_its_generation_and_its_worker() -> None:
@@ -1380,7 +1398,7 @@ def test_a_worker_that_was_set_apart_and_computes_alone_now_ends_the_job() -> No
     job.play(Left("w1", "killed"))
     assert job.machine.course.computing() == ["w0"], "there is nobody else"
     job.done("w0")
-    assert job.machine.last_word == FinishJob("w0")
+    assert job.machine.last_word == Finished("w0")
 
 
 def test_when_all_workers_that_compute_say_that_they_hold_the_last_version_nothing_more_is_waited_for() -> None:
@@ -1389,13 +1407,13 @@ def test_when_all_workers_that_compute_say_that_they_hold_the_last_version_nothi
     assert job.play(From("w0", Done(job.view.generation))) == []
     job.play(From("w1", Done(job.view.generation)))
     assert job.view.orders.ending, "so that the one that stands by gets the last version too"
-    assert job.play(From("w2", Done(job.view.generation))) == [FinishJob("w0")]
+    assert job.play(From("w2", Done(job.view.generation))) == [Finished("w0")]
 
 
 def test_a_snapshot_of_a_version_that_takes_longer_than_the_patience_is_waited_for() -> None:
     """Three rounds of local steps, or three steps of a large model, may take minutes."""
     job = _begun(_terms(snapshots=True, heartbeat=2.0))
-    (capture,) = job.play(SnapshotOrdered())
+    (capture,) = job.play(SnapshotWanted())
     for step in range(1, capture.version):
         job.step(step)
         for _ in range(SNAPSHOT_PATIENCE):
@@ -1406,7 +1424,7 @@ def test_a_snapshot_of_a_version_that_takes_longer_than_the_patience_is_waited_f
 
 def test_a_snapshot_is_taken_again_when_shards_have_changed_hands_under_it() -> None:
     job = _begun(_terms(snapshots=True, replication=2, heartbeat=1000.0))
-    (capture,) = job.play(SnapshotOrdered())
+    (capture,) = job.play(SnapshotWanted())
     job.play(Left("s0", "x"))
     assert job.play(Captured("s1", capture.snapshot, tuple(SHARDS))) == []
     (again,) = _of(Capture, job.tick(0.1))
@@ -1418,7 +1436,7 @@ def test_no_snapshot_is_begun_while_a_server_that_outlived_the_coordinator_is_no
     old = _begun(_SNAPSHOTS)
     job = _again(old)
     job.join("s0", incarnation=old.incarnations["s0"])
-    assert job.play(SnapshotOrdered()) == []
+    assert job.play(SnapshotWanted()) == []
     job.join("s1", incarnation=old.incarnations["s1"])
     assert len(_of(Capture, job.tick(0.1))) == 1
 
@@ -1434,21 +1452,21 @@ def test_the_job_is_over_when_all_are_done_and_the_last_version_is_stored() -> N
     assert capture.version == STEPS
     assert job.done("w1") == []
     assert job.machine.waiting_for() == "a snapshot of the last version, which s0, s1 hold"
-    assert job.store(capture)[-1] == FinishJob("w0")
+    assert job.store(capture)[-1] == Finished("w0")
 
 
 def test_a_last_version_that_is_stored_before_all_are_done_waits_for_them() -> None:
     job = _begun(_SNAPSHOTS)
     (capture,) = _of(Capture, job.done("w0"))
-    assert _of(FinishJob, job.store(capture)) == []
-    assert job.done("w1") == [FinishJob("w0")]
+    assert _of(Finished, job.store(capture)) == []
+    assert job.done("w1") == [Finished("w0")]
 
 
 def test_when_the_last_version_cannot_be_stored_its_members_hold_it_until_there_is_room() -> None:
     job = _begun(msgspec.structs.replace(_SNAPSHOTS, heartbeat=2.0))
     (capture,) = _of(Capture, job.done("w0"))
     job.done("w1")
-    (held,) = job.play(SnapshotLost(capture.snapshot, "no space left"))
+    (held,) = job.play(NotStored(capture.snapshot, "no space left"))
     assert isinstance(held, Held)
     assert held.text.startswith(f"version {STEPS}, the last, is not stored (no space left). s0, s1 hold it in memory")
     assert job.machine.waiting_for() == (
@@ -1459,11 +1477,11 @@ def test_when_the_last_version_cannot_be_stored_its_members_hold_it_until_there_
         (again,) = _tries_again(job)
         pauses.append(job.machine.course.now - last)
         last = job.machine.course.now
-        assert job.play(SnapshotLost(again.snapshot, "no space left")) == [], "it is said once"
+        assert job.play(NotStored(again.snapshot, "no space left")) == [], "it is said once"
     assert pauses == sorted(pauses)
     assert pauses[-1] > 4 * pauses[0]
     (again,) = _tries_again(job)
-    assert job.store(again)[-1] == FinishJob("w0")
+    assert job.store(again)[-1] == Finished("w0")
 
 
 def _tries_again(job: Any) -> list[Capture]:
@@ -1478,32 +1496,32 @@ def test_a_user_may_let_the_job_end_without_its_last_version() -> None:
     job = _begun(_SNAPSHOTS)
     (capture,) = _of(Capture, job.done("w0"))
     job.done("w1")
-    job.play(SnapshotLost(capture.snapshot, "no space left"))
-    assert job.play(ev.Released()) == [FinishJob("w0")]
+    job.play(NotStored(capture.snapshot, "no space left"))
+    assert job.play(Release()) == [Finished("w0")]
 
 
 def test_a_snapshot_under_way_is_followed_by_that_of_the_last_version() -> None:
     job = _begun(_SNAPSHOTS)
-    (early,) = job.play(SnapshotOrdered())
+    (early,) = job.play(SnapshotWanted())
     assert _of(Capture, job.done("w0")) == []
     (last,) = _of(Capture, job.store(early))
     assert last.version == STEPS
     job.done("w1")
-    assert job.store(last)[-1] == FinishJob("w0")
+    assert job.store(last)[-1] == Finished("w0")
 
 
 def test_a_worker_that_leaves_at_the_end_is_not_waited_for() -> None:
     job = _begun()
     job.done("w0")
-    assert job.play(Left("w1", "x"))[-1] == FinishJob("w0")
+    assert job.play(Left("w1", "x"))[-1] == Finished("w0")
 
 
 def test_a_worker_that_comes_at_the_end_is_waited_for() -> None:
     job = _begun(_terms(2, workers_max=3))
     job.done("w0")
     job.come("w2")
-    assert _of(FinishJob, job.done("w1")) == []
-    assert job.done("w2") == [FinishJob("w0")]
+    assert _of(Finished, job.done("w1")) == []
+    assert job.done("w2") == [Finished("w0")]
 
 
 def test_a_done_from_somebody_who_is_no_worker_finishes_nothing() -> None:
@@ -1533,12 +1551,12 @@ def test_nothing_follows_the_last_word_although_more_members_are_silent(monkeypa
 
     def ends_the_job(machine: ClusterMachine, member: str, reason: str) -> list[Effect]:
         gone.append(member)
-        return machine.course.end(fx.Abort(reason))
+        return machine.course.end(Aborted(reason))
 
     monkeypatch.setattr(ClusterMachine, "_left", ends_the_job)
     effects = job.machine.handle(Tick(job.now + 1000.0))
     assert len(gone) == 1
-    assert len(_of(fx.Abort, effects)) == 1
+    assert len(_of(Aborted, effects)) == 1
 
 
 # ---- backups that do not hold what they acknowledge ----
@@ -1570,7 +1588,7 @@ def test_a_member_without_a_part_in_the_job_fails_alone(failing: str) -> None:
     job.join("s2")
     before = job.view
     effects = job.play(From(failing, GiveUp("for fun")))
-    assert not _of(fx.Abort, effects)
+    assert not _of(Aborted, effects)
     assert _of(fx.Refuse, effects) == [fx.Refuse(failing, "it has failed: for fun", final=True)]
     assert Say(f"{failing} is gone: it has failed: for fun") in effects
     assert job.machine.phase is Phase.RUNNING
@@ -1580,13 +1598,13 @@ def test_a_member_without_a_part_in_the_job_fails_alone(failing: str) -> None:
 
 @pytest.mark.parametrize("failing", ["w0", "w1", "s0"])
 def test_a_member_with_a_part_in_the_job_ends_it(failing: str) -> None:
-    assert _of(fx.Abort, _begun().play(From(failing, GiveUp("no more")))) == [fx.Abort(f"{failing}: no more")]
+    assert _of(Aborted, _begun().play(From(failing, GiveUp("no more")))) == [Aborted(f"{failing}: no more")]
 
 
 def test_a_worker_that_was_assigned_replicas_in_this_generation_may_know_that_they_fail() -> None:
     job = _begun(_terms(workers=2, servers=2), ("s0", "s1", "w0", "w1", "w2"))
-    job.play(ev.Resized(1))
+    job.play(Resize(1))
     for step in range(1, 6):
         job.step(step)
     assert set(job.view.assigned(5)) == {"w0"}
-    assert _of(fx.Abort, job.play(From("w1", GiveUp("the loss is nan")))) == [fx.Abort("w1: the loss is nan")]
+    assert _of(Aborted, job.play(From("w1", GiveUp("the loss is nan")))) == [Aborted("w1: the loss is nan")]

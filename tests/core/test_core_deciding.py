@@ -9,13 +9,13 @@ import pytest
 from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _terms
 
 from rallypoint.config import Evaluation
-from rallypoint.core.cluster.effects import Abort, Commit, FinishJob, Refuse
+from rallypoint.core.cluster.effects import Commit, Refuse
 from rallypoint.core.cluster.evaluations import KEPT, EvaluationLedger
-from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, SnapshotFound
+from rallypoint.core.cluster.events import Captured, Computed, From, Left
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.state import ClusterState, Resumed
+from rallypoint.core.cluster.state import ClusterState, Origin, Resumed
 from rallypoint.core.decisions import Best, Decided, KeepBest, ReduceOnPlateau, Rules, StopWhen
-from rallypoint.core.protocol import Capture, Done, Evaluated, Evaluates, Say
+from rallypoint.core.protocol import Aborted, Capture, Done, Evaluated, Evaluates, Finished, Say, Snapshotted
 from rallypoint.core.view import EarlyEnd, Lease, StandingOrders
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.ending import LeasedVersion
@@ -41,7 +41,7 @@ def _begun(
 
 def _store(job: _Job, capture: Capture) -> list[Any]:
     effects = job.play(*(Captured(writer, capture.snapshot, tuple(SHARDS)) for writer in capture.writers))
-    committed = [Committed(commit.snapshot) for commit in _of(Commit, effects)]
+    committed = [Snapshotted(commit.snapshot, 0, 0, 0.0) for commit in _of(Commit, effects)]
     return [*effects, *job.play(*committed)]
 
 
@@ -97,7 +97,7 @@ def test_a_rule_ends_the_job_with_the_version_that_is_due_next() -> None:
     _result(job, 16, 1.0)
     generation = job.view.generation
     effects = job.play(*(From(worker, Done(generation, 16)) for worker in ("w0", "w1", "w2")))
-    assert effects[-1] == FinishJob("w0", 16, job.view.orders.stop.reason)
+    assert effects[-1] == Finished("w0", 16, job.view.orders.stop.reason)
 
 
 def test_a_result_that_comes_early_waits_for_those_of_earlier_versions() -> None:
@@ -136,7 +136,7 @@ def test_a_job_that_goes_back_to_a_snapshot_decides_what_that_says() -> None:
     after4 = Decided().after(Rules((RULE,)), 4, {"loss": 1.0}, 8)
     job.play(Left("s0", "x"), Left("s1", "x"))
     job.come("s2", "s3")
-    job.play(SnapshotFound("step-00000006-1", 6, None, after4))
+    job.play(Origin("step-00000006-1", 6, None, after4))
     assert job.machine.course.evaluations.decided == after4
     assert job.view.orders.lease == Lease(8, "w2", until=12)
 
@@ -148,7 +148,7 @@ def test_a_job_that_goes_back_to_its_first_snapshot_does_not_end_as_the_run_did_
     job.play(From("w0", Evaluates((EVERY,), stops=(RULE,))), Left("s0", "x"))
     job.come("s1")
     end = EarlyEnd(10, "the run before")
-    job.play(SnapshotFound(name, 10, end, Decided(8, stop=end)))
+    job.play(Origin(name, 10, end, Decided(8, stop=end)))
     assert job.view.orders.stop is None
     assert job.machine.course.evaluations.decided == Decided(8)
 
@@ -273,7 +273,7 @@ def test_a_worker_with_another_script_is_refused() -> None:
 def test_rules_without_evaluations_end_the_job_with_a_sentence() -> None:
     job = _Job(_terms(1, 1), record=_record())
     job.come("s0", "w0")
-    (abort,) = _of(Abort, job.play(From("w0", Evaluates((), stops=(RULE,)))))
+    (abort,) = _of(Aborted, job.play(From("w0", Evaluates((), stops=(RULE,)))))
     assert "write @run.every(100)" in abort.reason
 
 
@@ -297,7 +297,7 @@ def test_a_standby_ends_no_job_with_rules_that_it_cannot_have() -> None:
     (refused,) = _of(Refuse, job.play(From("w2", Evaluates((EVERY,), stops=(RULE,)))))
     assert "run.stop_when is not supported together with a lossy down=" in refused.reason
     assert job.machine.last_word is None
-    (abort,) = _of(Abort, job.play(From("w1", Evaluates((EVERY,), stops=(RULE,)))))
+    (abort,) = _of(Aborted, job.play(From("w1", Evaluates((EVERY,), stops=(RULE,)))))
     assert "run.stop_when is not supported together with a lossy down=" in abort.reason
 
 

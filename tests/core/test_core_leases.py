@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from test_core_cluster import STEPS, _Job, _of, _record, _terms
 
-from rallypoint.core.cluster.effects import Abort, FinishJob, PublishView
-from rallypoint.core.cluster.events import Computed, From, Left, Resized, SnapshotFound
-from rallypoint.core.cluster.state import ClusterState, Phase
+from rallypoint.core.cluster.effects import PublishView
+from rallypoint.core.cluster.events import Computed, From, Left
+from rallypoint.core.cluster.state import ClusterState, Origin, Phase
 from rallypoint.core.policy import AllReduce, Async, Sync
-from rallypoint.core.protocol import Done, Evaluated, Evaluates, GiveUp, Leaving, Say
+from rallypoint.core.protocol import Aborted, Done, Evaluated, Evaluates, Finished, GiveUp, Leaving, Resize, Say
 from rallypoint.core.view import Assignment, Lease, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.ending import LeasedVersion
-from rallypoint.core.worker.factory import shell_for
+from rallypoint.core.worker.shell import shell_for
 from rallypoint.core.worker.slots import Compute, Evaluate, SlotMachine
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.worker.exchange.exchange import worker_plan
@@ -148,9 +148,9 @@ def test_the_job_ends_when_the_last_version_has_its_result() -> None:
     assert job.view.orders.lease == Lease(16, "w2", until=STEPS)
     job.play(_result(job, "w2", 16))
     assert job.view.orders.lease == Lease(20, "w2", until=STEPS)
-    assert not _of(FinishJob, _end(job, "w0", "w1", "w2"))
+    assert not _of(Finished, _end(job, "w0", "w1", "w2"))
     assert job.machine.waiting_for() == "the evaluation of step 20 by w2"
-    assert _of(FinishJob, job.play(_result(job, "w2", 20)))
+    assert _of(Finished, job.play(_result(job, "w2", 20)))
 
 
 def test_if_the_lead_is_lost_in_the_last_evaluation_another_makes_it() -> None:
@@ -160,9 +160,9 @@ def test_if_the_lead_is_lost_in_the_last_evaluation_another_makes_it() -> None:
         job.play(_result(job, "w0", version))
     _end(job, "w1")
     effects = job.play(Left("w0", "killed"))
-    assert not _of(FinishJob, effects)
+    assert not _of(Finished, effects)
     assert job.view.orders.lease == Lease(20, "w1", until=STEPS)
-    assert _of(FinishJob, job.play(_result(job, "w1", 20)))
+    assert _of(Finished, job.play(_result(job, "w1", 20)))
 
 
 def test_a_result_counts_once_and_of_this_generation_only() -> None:
@@ -197,7 +197,7 @@ def test_after_a_roll_back_what_is_made_again_is_evaluated_again() -> None:
     job.play(_result(job, "w2", 4), _result(job, "w2", 8))
     job.play(Left("s0", "killed"))
     assert job.machine.phase is Phase.RECOVERING
-    job.play(SnapshotFound("snapshot", 5))
+    job.play(Origin("snapshot", 5))
     assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}
     assert job.view.orders.lease == Lease(8, "w2", until=STEPS)
 
@@ -205,13 +205,13 @@ def test_after_a_roll_back_what_is_made_again_is_evaluated_again() -> None:
 def test_a_version_that_was_lost_with_its_server_is_named_at_the_end() -> None:
     job = _begun()
     _reported(job, 9)
-    job.play(Left("s0", "killed"), SnapshotFound("snapshot", 6))
+    job.play(Left("s0", "killed"), Origin("snapshot", 6))
     assert job.machine.course.evaluations.results == {4: None}
     _reported(job, 18)
     for version in (8, 12, 16, 20):
         job.play(_result(job, "w2", version))
     effects = _end(job, "w0", "w1", "w2")
-    assert _of(FinishJob, effects)
+    assert _of(Finished, effects)
     assert [said.text for said in _of(Say, effects)] == [
         "without an evaluation: step 4; whoever had that version was lost"
     ]
@@ -232,7 +232,7 @@ def test_an_evaluation_that_fails_on_a_standby_ends_the_job() -> None:
     job = _begun()
     _reported(job, 5)
     job.play(From("w2", GiveUp("ValueError: no data")))
-    assert job.machine.last_word == Abort("w2: ValueError: no data")
+    assert job.machine.last_word == Aborted("w2: ValueError: no data")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_elsewhere_the_lead_evaluates_and_the_end_waits_for_no_result(config: di
     _reported(job, STEPS - 1)
     job.done("w0")
     generation = job.view.generation
-    assert _of(FinishJob, job.play(*(From(worker, Done(generation)) for worker in ("w0", "w1", "w2"))))
+    assert _of(Finished, job.play(*(From(worker, Done(generation)) for worker in ("w0", "w1", "w2"))))
 
 
 def test_a_standby_whose_script_evaluates_otherwise_gets_no_lease() -> None:
@@ -258,7 +258,7 @@ def test_a_standby_whose_script_evaluates_otherwise_gets_no_lease() -> None:
 def test_more_workers_that_train_leave_no_standby_and_the_lease_goes_on() -> None:
     job = _begun()
     _reported(job, 5)
-    job.play(Resized(3))
+    job.play(Resize(3))
     assert job.view.orders.lease == Lease(4, "w2", until=STEPS)
     job.play(_result(job, "w2", 4))
     assert job.view.orders.lease == Lease(8, "w0", until=STEPS)

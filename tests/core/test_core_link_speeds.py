@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core.plan.measured import LinkSpeeds, settled
+from rallypoint.core.placing.links import LinkSpeeds, settled
 from rallypoint.core.plan.topology import LEAST, MOST, gain, weights_of
 from rallypoint.core.view import Member
 

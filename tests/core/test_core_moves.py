@@ -14,12 +14,13 @@ from test_core_cluster import beat
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.effects import Effect, FindSnapshot, PublishView
 from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.cluster.state import Origin
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.placing.handover import Handover
-from rallypoint.core.protocol import CaughtUp, Leaving, Propose, Reached
+from rallypoint.core.protocol import CaughtUp, Leaving, Pause, Propose, Reached
 from rallypoint.core.view import Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.ending import Reaching
-from rallypoint.core.worker.factory import shell_for
+from rallypoint.core.worker.shell import shell_for
 from rallypoint.core.worker.slots import Compute
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.worker.exchange.exchange import worker_plan
@@ -198,7 +199,7 @@ def test_at_the_job_s_end_no_step_is_waited_for_that_does_not_come(step: int) ->
 
 def test_a_pause_is_the_step_before_which_shards_move() -> None:
     cluster = Cluster(step=5)
-    cluster.play(events.Paused(True))
+    cluster.play(Pause(True))
     cluster.come("s2")
     cluster.catch_up()
     assert cluster.view.orders.handover == cluster.view.orders.paused == 6
@@ -332,7 +333,7 @@ def test_a_third_server_that_has_caught_up_is_none_after_a_roll_back() -> None:
     cluster.machine.course.views.arrived |= set(cluster.view.incoming)
     for server in ("s0", "s1"):
         cluster.play(events.Left(server, "killed"))
-    cluster.play(events.SnapshotFound("step-2", 2))
+    cluster.play(Origin("step-2", 2))
     assert not cluster.machine.course.views.arrived
     cluster.come("s3")
     cluster.catch_up()

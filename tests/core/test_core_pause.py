@@ -8,12 +8,21 @@ from test_core_cluster import STEPS, _of
 from test_core_stop import _begun, _reported
 
 from rallypoint.coordinator.operator import Orders
-from rallypoint.core.cluster import events
 from rallypoint.core.cluster.effects import PublishView
-from rallypoint.core.cluster.events import Captured, Committed, From, Heard, Left, Paused, SnapshotFound, Tick
+from rallypoint.core.cluster.events import Captured, From, Heard, Left, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.protocol import AnyOrder, Capture, Drain, Ordered, Pause, Stop, StopWanted
+from rallypoint.core.cluster.state import ClusterState, Origin
+from rallypoint.core.protocol import (
+    AnyOrder,
+    Capture,
+    Drain,
+    Ordered,
+    Pause,
+    Snapshotted,
+    SnapshotWanted,
+    Stop,
+    StopWanted,
+)
 from rallypoint.core.view import StandingOrders, View, ViewNumber
 from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.core.worker.slots import Compute
@@ -22,11 +31,11 @@ from rallypoint.core.worker.slots import Compute
 def test_a_paused_job_computes_the_step_in_progress_and_no_further_one() -> None:
     job = _begun()
     _reported(job, 4)
-    (publish,) = _of(PublishView, job.play(Paused(True)))
+    (publish,) = _of(PublishView, job.play(Pause(True)))
     assert publish.view.orders.paused == 5
     assert job.machine.waiting_for() == "the operator, who has paused the job before step 5"
-    assert _of(PublishView, job.play(Paused(True))) == []
-    (publish,) = _of(PublishView, job.play(Paused(False)))
+    assert _of(PublishView, job.play(Pause(True))) == []
+    (publish,) = _of(PublishView, job.play(Pause(False)))
     assert publish.view.orders.paused is None
     assert job.machine.waiting_for() is None
 
@@ -42,7 +51,7 @@ def test_a_worker_holds_back_what_comes_after_the_pause_and_says_for_whom_it_wai
 def test_a_pause_outlives_the_coordinator_a_worker_and_a_roll_back() -> None:
     job = _begun()
     _reported(job, 4)
-    job.play(Paused(True))
+    job.play(Pause(True))
     job.play(Left("w0", "killed"))
     assert job.view.orders.paused == 5
     again = ClusterMachine(job.machine.terms, job.machine.state())
@@ -50,21 +59,21 @@ def test_a_pause_outlives_the_coordinator_a_worker_and_a_roll_back() -> None:
     generation = job.view.generation
     job.play(Left("s0", "killed"), Left("s1", "killed"))
     job.come("s2", "s3")
-    (publish,) = _of(PublishView, job.play(SnapshotFound("step-00000003-1", 3)))
+    (publish,) = _of(PublishView, job.play(Origin("step-00000003-1", 3)))
     assert publish.view.generation > generation
     assert publish.view.orders.paused == 3
     assert "operator, who has paused the job before step 3" in str(job.machine.waiting_for())
-    (publish,) = _of(PublishView, job.play(Paused(False)))
+    (publish,) = _of(PublishView, job.play(Pause(False)))
     assert publish.view.orders.paused is None
 
 
 def test_an_order_to_go_on_outlives_the_coordinator_though_no_view_says_it_yet() -> None:
     job = _begun()
     _reported(job, 4)
-    job.play(Paused(True))
+    job.play(Pause(True))
     job.play(Left("s0", "killed"), Left("s1", "killed"))
     revision = job.machine.revision
-    assert _of(PublishView, job.play(Paused(False))) == []
+    assert _of(PublishView, job.play(Pause(False))) == []
     assert job.machine.revision > revision
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(job.machine.state()), type=ClusterState)
     again = ClusterMachine(job.machine.terms, state)
@@ -75,30 +84,30 @@ def test_an_order_to_go_on_outlives_the_coordinator_though_no_view_says_it_yet()
 def test_a_snapshot_that_is_wanted_in_a_pause_is_of_the_version_that_there_is() -> None:
     job = _begun(snapshots=True)
     _reported(job, 4)
-    job.play(Paused(True))
-    (capture,) = _of(Capture, job.play(events.SnapshotOrdered()))
+    job.play(Pause(True))
+    (capture,) = _of(Capture, job.play(SnapshotWanted()))
     assert capture.version == 5
 
 
 def test_while_the_job_is_paused_no_version_is_stored_twice() -> None:
     job = _begun(snapshots=True, snapshot_seconds=10.0)
     _reported(job, 4)
-    job.play(Paused(True))
+    job.play(Pause(True))
     versions = []
     for now in range(10):
         alive = [Heard(name) for name in ("s0", "s1", "w0", "w1")]
         for capture in _of(Capture, job.play(*alive, Tick(20.0 * now))):
             versions.append(capture.version)
             job.play(*(Captured(server, capture.snapshot, tuple(range(99))) for server in capture.writers))
-            job.play(Committed(capture.snapshot))
+            job.play(Snapshotted(capture.snapshot, 0, 0, 0.0))
     assert versions == [5]
 
 
 def test_a_job_that_has_not_begun_or_is_at_its_end_is_not_paused() -> None:
     job = _begun()
-    assert not _of(PublishView, _begun(workers=1).play(Paused(False)))
+    assert not _of(PublishView, _begun(workers=1).play(Pause(False)))
     _reported(job, STEPS - 1)
-    assert not _of(PublishView, job.play(Paused(True)))
+    assert not _of(PublishView, job.play(Pause(True)))
 
 
 @pytest.mark.parametrize(("order", "said"), [
@@ -119,8 +128,8 @@ def test_an_order_is_followed_and_told(order: AnyOrder, said: str) -> None:
 def test_a_stop_in_a_pause_lets_the_job_go_on_to_its_end() -> None:
     job = _begun()
     _reported(job, 4)
-    job.play(Paused(True))
-    assert Orders(0.0).answer(StopWanted(), job.machine.course, 1.0).events == [Paused(False)]
+    job.play(Pause(True))
+    assert Orders(0.0).answer(StopWanted(), job.machine.course, 1.0).events == [Pause(False)]
 
 
 @pytest.mark.parametrize(("order", "why"), [

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from test_core_cluster import _begun, _Job, _of, _terms, beat
 
-from rallypoint.core.cluster.effects import Effect, FindSnapshot, FinishJob, Refuse
+from rallypoint.core.cluster.effects import Effect, FindSnapshot, Refuse
 from rallypoint.core.cluster.events import From, Tick
 from rallypoint.core.cluster.reach import FIRST, SOUND
-from rallypoint.core.protocol import Done, Say
+from rallypoint.core.protocol import Done, Finished, Say
 from rallypoint.core.view import Member
 
 HB = 2.0
@@ -179,15 +179,15 @@ def test_who_was_set_apart_stands_by_when_it_comes_back_and_computes_when_nobody
 
 def test_a_worker_that_cannot_fetch_the_last_version_does_not_hold_up_the_end() -> None:
     job = _job(snapshots=False)
-    assert _of(FinishJob, job.play(From("w1", Done(job.view.generation)))) == []
-    assert _of(FinishJob, _Beats(job).play(3.5 * HB, {"w0": ["s1"]})) == [FinishJob("w1")]
+    assert _of(Finished, job.play(From("w1", Done(job.view.generation)))) == []
+    assert _of(Finished, _Beats(job).play(3.5 * HB, {"w0": ["s1"]})) == [Finished("w1")]
 
 
 def test_who_was_set_apart_does_not_put_off_the_end() -> None:
     job = _job(snapshots=False)
     _Beats(job).play(3.5 * HB, {"w0": ["s1"]})
     job.come("w0")
-    assert _of(FinishJob, job.play(From("w1", Done(job.view.generation)))) == [FinishJob("w1")]
+    assert _of(Finished, job.play(From("w1", Done(job.view.generation)))) == [Finished("w1")]
 
 
 @pytest.mark.parametrize("snapshots", [False, True])

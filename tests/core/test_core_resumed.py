@@ -9,14 +9,14 @@ import pytest
 from test_core_all_reduce import RECORD as ALL_REDUCE
 from test_core_cluster import RECORD, _Job, _of, _terms
 
-from rallypoint.core.cluster.effects import Abort, FindSnapshot, FinishJob, PublishView
-from rallypoint.core.cluster.events import Left, SnapshotFound, Tick
+from rallypoint.core.cluster.effects import FindSnapshot, PublishView
+from rallypoint.core.cluster.events import Left, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.state import ClusterState, Phase, Resumed, begun_by
+from rallypoint.core.cluster.state import ClusterState, Origin, Phase, Resumed, begun_by
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.decisions import Decided
 from rallypoint.core.job import JobRecord
-from rallypoint.core.protocol import Prepare
+from rallypoint.core.protocol import Aborted, Finished, Prepare
 from rallypoint.core.view import EarlyEnd
 
 MEMBERS = ("s0", "s1", "w0", "w1")
@@ -79,7 +79,7 @@ def test_a_job_that_has_begun_and_whose_journal_does_not_know_with_what_looks_fo
     assert _of(PublishView, effects) == []
     assert len(_of(FindSnapshot, effects)) == 1
     assert {prepare.member for prepare in _of(Prepare, effects)} == {"s0", "s1"}
-    job.play(SnapshotFound("step-00000012-20001", 12))
+    job.play(Origin("step-00000012-20001", 12))
     assert (job.view.origin, job.machine.course.furthest) == ("step-00000012-20001", 11)
 
 
@@ -97,7 +97,7 @@ def test_without_its_snapshot_it_ends_and_never_begins_anew(snapshot: str, versi
     job.come(*MEMBERS)
     job.play(Left("s0", "x"), Left("s1", "x"))
     job.come("s2")
-    assert len(_of(Abort, job.play(SnapshotFound("")))) == 1
+    assert len(_of(Aborted, job.play(Origin("")))) == 1
 
 
 def test_another_jobs_snapshot_is_gone_back_to_until_this_job_has_one_of_its_own() -> None:
@@ -107,11 +107,11 @@ def test_another_jobs_snapshot_is_gone_back_to_until_this_job_has_one_of_its_own
     job.step(10)
     job.play(Left("s0", "x"), Left("s1", "x"))
     job.come("s2")
-    job.play(SnapshotFound(""))
+    job.play(Origin(""))
     assert (job.view.origin, job.machine.course.furthest) == (ELSEWHERE, 9)
     job.play(Left("s2", "x"))
     job.come("s3")
-    job.play(SnapshotFound("step-00000012-10001", 12))
+    job.play(Origin("step-00000012-10001", 12))
     assert job.view.origin == "step-00000012-10001"
 
 
@@ -134,8 +134,8 @@ def test_a_command_given_again_goes_on_with_the_job_that_it_has_begun() -> None:
     again.play(Tick(1.0))
     assert begun_by(again.machine.state(), "resume 10"), "also after a coordinator that was started without --resume"
     assert again.view.origin == SNAPSHOT
-    assert begun_by(msgspec.structs.replace(state, last_word=FinishJob("w0")), "resume 10")
-    assert not begun_by(msgspec.structs.replace(state, last_word=Abort("a loss is not finite")), "resume 10")
+    assert begun_by(msgspec.structs.replace(state, last_word=Finished("w0")), "resume 10")
+    assert not begun_by(msgspec.structs.replace(state, last_word=Aborted("a loss is not finite")), "resume 10")
 
 
 def test_a_launchers_resume_counts_each_time() -> None:

@@ -11,8 +11,7 @@ from rallypoint.core.modes import ModeTraits
 from rallypoint.core.placing.pinned import nearest_aggregators
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker import slots
-from rallypoint.core.worker.factory import WorkerPlan, shell_for
-from rallypoint.core.worker.shell import LinkTable, WorkerShell
+from rallypoint.core.worker.shell import LinkTable, WorkerPlan, WorkerShell, shell_for
 from rallypoint.core.worker.slots import Arriving, Compute, DropArriving, Effect, Filled, Follow, Install, Land, Send
 
 A0 = Member("a0", "rack", "a0", 7)

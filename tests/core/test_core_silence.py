@@ -10,10 +10,10 @@ from test_core_cluster import RECORD, _again, _begun, _Job, _of, _terms
 
 from rallypoint.core.cluster import effects as fx
 from rallypoint.core.cluster.effects import Admit, Effect, FindSnapshot, PublishView, Refuse
-from rallypoint.core.cluster.events import From, Joined, Left, SnapshotOrdered, Tick, Unlinked
+from rallypoint.core.cluster.events import From, Joined, Left, Tick, Unlinked
 from rallypoint.core.cluster.reach import RETURN_S
 from rallypoint.core.cluster.terms import LIVING_S
-from rallypoint.core.protocol import Capture, Prepare, Propose, Say
+from rallypoint.core.protocol import Capture, Prepare, Propose, Say, SnapshotWanted
 from rallypoint.core.view import Member
 
 HEARTBEAT = 2.0
@@ -181,7 +181,7 @@ def test_a_coordinator_that_presumes_itself_cut_off_learns_from_who_comes_in_the
 
 def test_a_snapshot_is_taken_again_when_a_member_comes_back_that_may_have_missed_the_request() -> None:
     job = _begun(_terms(heartbeat=HEARTBEAT, snapshots=True))
-    (first,) = _of(Capture, job.play(SnapshotOrdered()))
+    (first,) = _of(Capture, job.play(SnapshotWanted()))
     job.play(Unlinked("s0", "its connection ended"))
     _back(job, "s0")
     (again,) = _of(Capture, job.tick(0.1))

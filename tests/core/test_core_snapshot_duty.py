@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.config import JobConfig, record_of
-from rallypoint.core.cluster.events import SnapshotLost
 from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE, SnapshotDuty
 from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import Async, LocalSteps, Sync
+from rallypoint.core.protocol import NotStored
 
 STEPS = 20
 SHARDS = (0, 1, 2)
@@ -97,7 +97,7 @@ def test_one_without_news_is_given_up_after_some_heartbeats_and_wanted_again_aft
     assert not duty.wanted
     now = 2.0 + patience
     lost = duty.given_up(now, ["server1"])
-    assert lost == SnapshotLost(id, "2 of its shards (server1) are not stored, and none was for 20 s")
+    assert lost == NotStored(id, "2 of its shards (server1) are not stored, and none was for 20 s")
     duty.lost(passed=-1, now=now)
     assert not _is_due(duty, _record(), 7, now + duty.terms.heartbeat - 0.1, ending=False), "its store may still hang"
     assert _is_due(duty, _record(), 7, now + duty.terms.heartbeat, ending=False)

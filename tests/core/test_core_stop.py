@@ -7,20 +7,19 @@ from test_core_cluster import RECORD, SHARDS, _Job, _of, _record, _terms, applie
 
 from rallypoint.config import Reading
 from rallypoint.core import protocol
-from rallypoint.core.cluster import events
-from rallypoint.core.cluster.effects import Abort, Commit, FinishJob, PublishView
-from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, SnapshotFound, SnapshotLost
+from rallypoint.core.cluster.effects import Commit, PublishView
+from rallypoint.core.cluster.events import Captured, Computed, From, Left
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
+from rallypoint.core.cluster.state import ClusterState, Origin, Phase, Resumed
 from rallypoint.core.modes import Feature, ModeTraits
 from rallypoint.core.order import stream_unread
 from rallypoint.core.policy import Async, Sync
-from rallypoint.core.protocol import Capture, Say
+from rallypoint.core.protocol import Aborted, Capture, Finished, NotStored, Say, Snapshotted, SnapshotWanted
 from rallypoint.core.shard.server import ServerMachine, ServerPlan
 from rallypoint.core.shard.shell import ServerShell
 from rallypoint.core.view import EarlyEnd, StandingOrders, ViewNumber
 from rallypoint.core.worker import slots
-from rallypoint.core.worker.factory import WorkerPlan, shell_for
+from rallypoint.core.worker.shell import WorkerPlan, shell_for
 
 
 def _begun(workers: int = 2, **terms: object) -> _Job:
@@ -28,7 +27,7 @@ def _begun(workers: int = 2, **terms: object) -> _Job:
     effects = job.come("s0", "s1", *(f"w{i}" for i in range(workers)))
     for capture in _of(Capture, effects):  # version 0 is stored
         job.play(*(Captured(server, capture.snapshot, tuple(SHARDS)) for server in capture.writers))
-        job.play(Committed(capture.snapshot))
+        job.play(Snapshotted(capture.snapshot, 0, 0, 0.0))
     return job
 
 
@@ -54,7 +53,7 @@ def test_the_next_view_says_with_which_version_the_job_ends() -> None:
     assert publish.view.orders.stop == EarlyEnd(6, "enough", "w0")
     assert set(publish.members) == {"s0", "s1", "w0", "w1"}
     _reported(job, 5)
-    assert job.play(_done(job, "w0", 6), _done(job, "w1", 6))[-1] == FinishJob("w0", 6, "enough")
+    assert job.play(_done(job, "w0", 6), _done(job, "w1", 6))[-1] == Finished("w0", 6, "enough")
 
 
 def test_a_job_resumed_from_a_snapshot_that_knows_the_stop_ends_with_the_same_version() -> None:
@@ -62,7 +61,7 @@ def test_a_job_resumed_from_a_snapshot_that_knows_the_stop_ends_with_the_same_ve
     job.come("s0", "s1", "w0")
     assert job.view.orders.stop == EarlyEnd(6, "enough", "w0")
     _reported(job, 5)
-    assert job.play(_done(job, "w0", 6))[-1] == FinishJob("w0", 6, "enough")
+    assert job.play(_done(job, "w0", 6))[-1] == Finished("w0", 6, "enough")
 
 
 def test_a_snapshot_says_what_the_journal_had_no_room_for() -> None:
@@ -70,7 +69,7 @@ def test_a_snapshot_says_what_the_journal_had_no_room_for() -> None:
     _reported(job, 4)
     job.play(Left("s0", "x"), Left("s1", "x"))
     job.come("s2", "s3")
-    job.play(SnapshotFound("step-00000005-1", 5, EarlyEnd(6, "enough", "w0")))
+    job.play(Origin("step-00000005-1", 5, EarlyEnd(6, "enough", "w0")))
     assert job.view.orders.stop == EarlyEnd(6, "enough", "w0")
 
 
@@ -99,8 +98,8 @@ def test_who_says_that_it_is_done_with_another_version_is_not_believed() -> None
     job = _begun()
     _reported(job, 5)
     job.play(_done(job, "w1", 7), _stop(job, 6))
-    assert not _of(FinishJob, job.play(_done(job, "w0", 6)))
-    assert _of(FinishJob, job.play(_done(job, "w1", 6)))
+    assert not _of(Finished, job.play(_done(job, "w0", 6)))
+    assert _of(Finished, job.play(_done(job, "w1", 6)))
 
 
 def test_the_replicas_of_a_worker_that_has_left_its_loop_go_to_others() -> None:
@@ -124,7 +123,7 @@ def test_if_all_have_left_before_a_step_the_job_ends_with_the_version_that_all_h
     _reported(job, 4)
     job.play(_stop(job, 6, "w0", left=5), _stop(job, 6, "w1", left=5))
     assert job.view.orders.stop.version == 5
-    (finish,) = _of(FinishJob, job.play(_done(job, "w0", 5), _done(job, "w1", 5)))
+    (finish,) = _of(Finished, job.play(_done(job, "w0", 5), _done(job, "w1", 5)))
     assert (finish.stopped_at, finish.why) == (5, "enough")
 
 
@@ -133,7 +132,7 @@ def test_if_all_have_left_in_the_middle_of_a_step_the_job_ends_with_a_sentence()
     job = _begun()
     _reported(job, 4)
     job.play(applied("s0", 5, job.view.generation), _stop(job, 6, "w0", left=5))
-    (abort,) = _of(Abort, job.play(_stop(job, 6, "w1", left=5)))
+    (abort,) = _of(Aborted, job.play(_stop(job, 6, "w1", left=5)))
     assert "call run.stop() instead" in abort.reason
 
 
@@ -145,7 +144,7 @@ def test_a_snapshot_of_a_version_that_is_not_made_any_more_is_dropped() -> None:
     job.play(_stop(job, 7))
     (capture,) = _of(Capture, job.play(Computed("w1", 5, 2, 0.1, job.view.generation)))
     assert capture.version == 7
-    job.play(SnapshotLost(capture.snapshot, "past it", 9), applied("s0", 8, job.view.generation))
+    job.play(NotStored(capture.snapshot, "past it", 9), applied("s0", 8, job.view.generation))
     assert job.view.orders.stop.version == 9
 
 
@@ -154,7 +153,7 @@ def test_a_snapshot_of_the_last_version_is_dropped_when_a_later_one_is_the_last(
     job = _begun(snapshots=True)
     _reported(job, 4)
     job.play(_stop(job, 6))
-    (capture,) = _of(Capture, job.play(events.SnapshotOrdered()))
+    (capture,) = _of(Capture, job.play(SnapshotWanted()))
     assert capture.version == 6
     effects = job.play(applied("s0", 7, job.view.generation))
     assert job.view.orders.stop.version == 8
@@ -219,8 +218,8 @@ def _ended(job: _Job, version: int, *before: From) -> list[str]:
     effects += job.play(_done(job, "w0", version), _done(job, "w1", version))
     for capture in _of(Capture, effects):
         effects += job.play(*(Captured(server, capture.snapshot, tuple(SHARDS)) for server in capture.writers))
-        effects += job.play(Committed(capture.snapshot))
-    assert _of(FinishJob, effects)
+        effects += job.play(Snapshotted(capture.snapshot, 0, 0, 0.0))
+    assert _of(Finished, effects)
     return [said.text for said in _of(Say, effects)]
 
 

@@ -14,8 +14,7 @@ from rallypoint.core.placing import view_change
 from rallypoint.core.placing.speeds import Speeds
 from rallypoint.core.placing.view_change import contributors, first_homes, following_assignments, says_nothing_new
 from rallypoint.core.view import Assignment, Member, StandingOrders, View, ViewNumber
-from rallypoint.core.worker.factory import shell_for
-from rallypoint.core.worker.shell import LinkTable
+from rallypoint.core.worker.shell import LinkTable, shell_for
 from rallypoint.worker.exchange.exchange import worker_plan
 
 LAYOUT = build_layout([TensorSpec("weight", (64,), "float32", 0)], 64)

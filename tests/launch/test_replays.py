@@ -407,7 +407,7 @@ def test_reductions_of_the_rates_after_the_snapshot_are_in_the_journal(tmp_path:
 LATE = """
 import os, threading
 if os.environ.get("RALLYPOINT_REPLAY"):
-    from rallypoint.coordinator.owner import Owner
+    from rallypoint.coordinator.inbox import Owner
     from rallypoint.core.protocol import Applied
     put = Owner.put
     def late(owner, event):

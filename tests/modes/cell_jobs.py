@@ -17,7 +17,8 @@ import torch
 import rallypoint as rp
 from rallypoint.bridges.wrap import wrap_in
 from rallypoint.config import JobConfig, resolve
-from rallypoint.core.modes import TABLE, Feature, ModeName, Only, refusal
+from rallypoint.core.modes import Feature, ModeName
+from rallypoint.core.modes.table import TABLE, Only, refusal
 from rallypoint.worker.tensors import weights_hash
 
 REPLICAS, STEPS = 4, 12

@@ -12,7 +12,8 @@ from rallypoint.config import record_of, with_own_optimizer
 from rallypoint.config.checks import check_ranks
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.modes import ALONE, CONFLICTS, TABLE, Conflict, Feature, ModeName, No, Only, StandsAlone, why_not
+from rallypoint.core.modes import Feature, ModeName
+from rallypoint.core.modes.table import ALONE, CONFLICTS, TABLE, Conflict, No, Only, StandsAlone, why_not
 from rallypoint.errors import ConfigError, ModelError
 from rallypoint.worker.tensors import ModelTensors
 

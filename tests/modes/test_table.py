@@ -8,8 +8,8 @@ from itertools import combinations
 import pytest
 from write_docs import PRINTED, printed
 
-from rallypoint.core.modes import ALONE, CONFLICTS, TABLE, Bytes, Feature, ModeName, No, Only, describe, refusal
-from rallypoint.core.modes.traits import MODES
+from rallypoint.core.modes import MODES, Bytes, Feature, ModeName, describe
+from rallypoint.core.modes.table import ALONE, CONFLICTS, TABLE, No, Only, refusal
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Mode, Sync
 
 

@@ -22,7 +22,8 @@ import torch
 import rallypoint
 import rallypoint as rp
 from rallypoint.bridges.wrap import wrap_in
-from rallypoint.core.modes import TABLE, Feature, ModeName, No
+from rallypoint.core.modes import Feature, ModeName
+from rallypoint.core.modes.table import TABLE, No
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.tensors import weights_hash
 

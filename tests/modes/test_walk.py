@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.modes import TABLE, Bytes, Feature, ModeName, No, StateHolder
+from rallypoint.core.modes import Bytes, Feature, ModeName, StateHolder
+from rallypoint.core.modes.table import TABLE, No
 from rallypoint.core.protocol import SnapshotWanted
 from rallypoint.store.export import export_snapshot
 from rallypoint.store.snapshots import SnapshotStore

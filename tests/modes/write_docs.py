@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rallypoint.core.modes.conflicts import ALONE, CONFLICTS
-from rallypoint.core.modes.table import TABLE, Cell, No, Only
-from rallypoint.core.modes.traits import MODES, Feature, ModeName
+from rallypoint.core.modes import MODES, Feature, ModeName
+from rallypoint.core.modes.table import ALONE, CONFLICTS, TABLE, Cell, No, Only
 
 DOCS = Path(__file__).parents[2] / "docs" / "mode-table.md"
 

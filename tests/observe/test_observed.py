@@ -175,14 +175,14 @@ def test_a_file_that_is_no_recording_is_refused_with_a_sentence(tmp_path: Path, 
 def test_a_recording_of_another_format_is_refused_with_the_version_that_reads_it(tmp_path: Path) -> None:
     record = msgspec.msgpack.encode(Beginning(1, "0.0.9", "server0", 1, ["l"]))
     (path := tmp_path / "old").write_bytes(struct.pack("<I", len(record)) + record)
-    with pytest.raises(RecordingError, match=r"is of format 1, not 2: use Rallypoint 0\.0\.9"):
+    with pytest.raises(RecordingError, match=r"is of format 1, not 3: use Rallypoint 0\.0\.9"):
         replay(path)
 
 
 @pytest.mark.parametrize("record", [
     *map(msgspec.msgpack.encode, (
         [0.0, "handle", 1.5, {}, None], [0.0, "handle", [], True, None],
-        [0.0, "handle", [["core.cluster.effects:Refuse", ["-"], ["-"], ["-"]]], {}, 1],
+        [0.0, "handle", [["core.shard.clip:Rule", *[["-"]] * 5]], {}, 1],
     )),
     b"\x95\x00\xa1\xff", b"\x95\x00" + b"\x91" * 100_000,
 ], ids=["arguments", "names", "a message", "no text", "too deep"])  # fmt: skip
@@ -191,7 +191,7 @@ def test_a_damaged_call_is_refused_with_a_sentence(tmp_path: Path, record: bytes
     watched(ShardMachine(Sync(), 2), "server0", recorder)
     with recorder.path.open("ab") as file:
         file.write(struct.pack("<I", len(record)) + record)
-    with pytest.raises(RecordingError, match="damaged: call 1" if b"Refuse" in record else "record 1 is damaged"):
+    with pytest.raises(RecordingError, match="damaged: call 1" if b"Rule" in record else "record 1 is damaged"):
         replay(recorder.path)
 
 

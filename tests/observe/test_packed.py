@@ -91,7 +91,7 @@ def test_what_is_not_of_the_core_is_refused_with_a_sentence(value: Any) -> None:
     (["os:abort"], "holds a os:abort, which this version of Rallypoint does not know"),
     (["r", 3], "is damaged: it has no value"),
     (["d", 1], "is damaged"),
-    (["s", ["core.cluster.effects:Refuse", ["-"], ["-"], ["-"]]], "is damaged"),
+    (["s", ["core.shard.clip:Rule", *[["-"]] * 5]], "is damaged"),
     ([3, 4], "has no tag"),
     ([], "has no tag"),
 ])  # fmt: skip

@@ -11,12 +11,12 @@ from samples import JOB, take
 from rallypoint.config import JobConfig, record_of
 from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.service import JoinInfo
-from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, begun_by
 from rallypoint.core.cluster.storing.snapshot_duty import ATTEMPTS
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.decisions import Decided, StopWhen, Trend
+from rallypoint.core.protocol import Aborted, Finished
 from rallypoint.core.view import EarlyEnd
 from rallypoint.errors import DamagedSnapshot, UsageError
 from rallypoint.launch.commands.resume import command_of, start_of
@@ -105,7 +105,7 @@ def test_without_a_store_a_name_says_nothing(about: JoinInfo) -> None:
         start_of("step-00000040-20001", msgspec.structs.replace(about, snapshots=""), "")
 
 
-@pytest.mark.parametrize("changed", [{}, {"last_word": FinishJob("w0")}], ids=["goes-on", "has-finished"])
+@pytest.mark.parametrize("changed", [{}, {"last_word": Finished("w0")}], ids=["goes-on", "has-finished"])
 def test_the_same_command_needs_no_snapshot_once_it_has_begun_a_job(
     about: JoinInfo, changed: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,7 +145,7 @@ def test_with_more_steps_a_rule_begins_anew_only_if_it_has_ended_the_job(
 
 
 def test_after_a_failure_the_same_command_begins_with_the_snapshot(about: JoinInfo) -> None:
-    journal(about, last_word=Abort("w0: ZeroDivisionError"))
+    journal(about, last_word=Aborted("w0: ZeroDivisionError"))
     command = command_of("step-00000020-10002", about)
     assert start_of("step-00000020-10002", about, command)[0] is not None
     SnapshotStore(about.snapshots).discard("step-00000020-10002")

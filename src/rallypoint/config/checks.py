@@ -17,7 +17,8 @@ import msgspec
 from rallypoint.codec.spec import DGC, CodecSpec, PowerSGD
 from rallypoint.config.tree import Group, JobConfig, optimizers_of
 from rallypoint.core.layout import MOST_SHARD_BYTES, Layout, carried_in
-from rallypoint.core.modes import Feature, refusal
+from rallypoint.core.modes import Feature
+from rallypoint.core.modes.table import refusal
 from rallypoint.core.optimizer import SGD, Adagrad, Average, Muon, Optimizer, Sum
 from rallypoint.core.policy import Mode, Sync
 from rallypoint.core.schedule import Table

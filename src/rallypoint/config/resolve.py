@@ -14,8 +14,8 @@ from rallypoint.config.keys import GONE, GROUPS, check_keys
 from rallypoint.config.tree import JobConfig, cadence_of
 from rallypoint.core.job import DataIdentity, JobRecord
 from rallypoint.core.layout import Layout
-from rallypoint.core.modes import Feature, refusal
-from rallypoint.core.modes.table import of_another_mode
+from rallypoint.core.modes import Feature
+from rallypoint.core.modes.table import of_another_mode, refusal
 from rallypoint.core.policy import AllReduce
 from rallypoint.core.typed import said, written
 from rallypoint.errors import ConfigError, Explained, meant

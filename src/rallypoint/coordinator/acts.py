@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 
 from rallypoint.coordinator.inbox import Connection
-from rallypoint.core.cluster.effects import Abort, FindSnapshot, FinishJob
+from rallypoint.core.cluster.effects import FindSnapshot
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.decisions import Decided
 from rallypoint.core.job import JobRecord
@@ -16,8 +15,7 @@ from rallypoint.core.protocol import Aborted, Capture, Fingerprint, Finished, Me
 from rallypoint.core.view import EarlyEnd
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
+class Save(msgspec.Struct, frozen=True):
     """Write the state into the journal.
 
     `needed`: the journal does not know yet that the job has begun. If it cannot be written then, the job ends. Later
@@ -28,16 +26,14 @@ class Save:
     needed: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class SendMessage:
+class SendMessage(msgspec.Struct, frozen=True):
     """Send a message over this connection."""
 
     connection: Connection
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseConnection:
+class RefuseConnection(msgspec.Struct, frozen=True):
     """Tell the other end why it cannot take part, then close the connection; `final`: it would be refused again."""
 
     connection: Connection
@@ -45,39 +41,34 @@ class RefuseConnection:
     final: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     """Close a connection that another one has replaced."""
 
     connection: Connection
 
 
-@dataclass(frozen=True, slots=True)
-class AppendLog:
+class AppendLog(msgspec.Struct, frozen=True):
     """Append a message to the event log."""
 
     message: msgspec.Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """Keep digests that a member claims, with the run."""
 
     member: str
     claim: Fingerprint
 
 
-@dataclass(frozen=True, slots=True)
-class AddPart:
+class AddPart(msgspec.Struct, frozen=True):
     """Add a part that a member has stored to its snapshot; `writer` names the member, as ``server1 on node2``."""
 
     part: Stored
     writer: str
 
 
-@dataclass(frozen=True, slots=True)
-class CommitSnapshot:
-    """Write the manifest; `Snapshotted` or `SnapshotLost` follows. The snapshot `origin` must not be deleted.
+class CommitSnapshot(msgspec.Struct, frozen=True):
+    """Write the manifest; `Snapshotted` or `NotStored` follows. The snapshot `origin` must not be deleted.
 
     `stop`: the job's early end, if it is known. `decided`: what was decided from evaluations up to this version.
     `kept`: see `Course.kept`.
@@ -90,12 +81,11 @@ class CommitSnapshot:
     metrics: Mapping[str, float]
     origin: str
     stop: EarlyEnd | None = None
-    decided: Decided = field(default_factory=Decided)
+    decided: Decided = msgspec.field(default_factory=Decided)
     kept: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AddFigures:
+class AddFigures(msgspec.Struct, frozen=True):
     """An evaluation after `step` steps has ended: add its metrics to that step's snapshot, if one is complete.
 
     `version`: look for it in the store; -1: only if it is one of the last that were completed here.
@@ -106,8 +96,7 @@ class AddFigures:
     version: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Over:
+class Over(msgspec.Struct, frozen=True):
     """The job is over and all members were told; `failure` says why it failed, None if it did not."""
 
     failure: str | None
@@ -117,11 +106,6 @@ Act = (
     Save | SendMessage | RefuseConnection | Close | AppendLog | Record | Capture | AddPart | CommitSnapshot
     | AddFigures | FindSnapshot | Over
 )  # fmt: skip
-
-
-def last_message(word: FinishJob | Abort) -> Finished | Aborted:
-    """The message that tells everybody how the job ended."""
-    return Finished(word.lead, word.stopped_at, word.why) if isinstance(word, FinishJob) else Aborted(word.reason)
 
 
 def failure_of(word: Finished | Aborted) -> str | None:

@@ -14,34 +14,12 @@ from rallypoint.coordinator.acts import Act, AppendLog, Record, SendMessage
 from rallypoint.coordinator.claims import Early
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, tally_for
+from rallypoint.core import protocol
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.decisions import reductions_at
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
-from rallypoint.core.protocol import (
-    Aborted,
-    Accounted,
-    Applied,
-    Contributed,
-    Fingerprint,
-    Finished,
-    Held,
-    Hello,
-    Members,
-    Message,
-    Metrics,
-    Ordered,
-    Planned,
-    Propose,
-    Report,
-    Sampled,
-    Say,
-    ScriptAt,
-    Skipped,
-    Snapshotted,
-    Updated,
-    Waiting,
-)
+from rallypoint.core.protocol import Aborted, Accounted, Fingerprint, Finished, Hello, Message, Report, Say
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.sums import DIGEST_BYTES, dense_shards, pieces_of
 from rallypoint.core.typed import named
@@ -62,7 +40,7 @@ class Comparable:
     _compared: set[str] = field(default_factory=set)
     _first: bytes = b""  # the digest of version 0, once it was said
 
-    def propose(self, worker: str, proposal: Propose) -> None:
+    def propose(self, worker: str, proposal: protocol.Propose) -> None:
         self._proposed[worker] = (proposal.first, proposal.record.threads)
 
     def taken_over(self, view: View) -> None:
@@ -121,7 +99,7 @@ class Samples:
 
     _kept: dict[str, float] = field(default_factory=dict)  # member -> when its last sample was kept
 
-    def take(self, member: str, sample: Sampled, view: View | None, now: float) -> Sampled | None:
+    def take(self, member: str, sample: protocol.Sampled, view: View | None, now: float) -> protocol.Sampled | None:
         """Return the sample as it is logged: with its member, its host, and links by member. None: it is not kept.
 
         `now` in seconds. A member that has no part in the view is not kept; nor are links to who is not in it.
@@ -145,9 +123,9 @@ _EARLY = 65_536  # steps: in a streaming job a replica may be far ahead of the o
 _FAR = 1 << 60  # a step behind every job's end
 _EARLY_DIGESTS = 4  # steps: only synchronous jobs record digests
 _BURST, _SENTENCE_S = 100, 1.0  # sentences that a member may say at once; then one in so many seconds
-Told = Say | Skipped | Accounted | Fingerprint | Sampled | ScriptAt  # what members say for observers and the log
+Told = Say | protocol.Skipped | Accounted | Fingerprint | protocol.OfMembers  # said for observers and the log
 _UNHEARD = 64  # messages that are kept for a launcher that is not connected yet, or not again
-_KEPT = Say | Skipped | Metrics | Snapshotted | Accounted | Held | Ordered
+_KEPT = Say | protocol.Skipped | protocol.Metrics | protocol.Snapshotted | Accounted | protocol.Held | protocol.Ordered
 _TWO_COPIES = (
     "every shard is on two servers, so one of them may die without a step lost; the copies take as much of their "
     "links as one more worker (with --replication 1 nothing, but a server's death costs all steps since a snapshot)"
@@ -174,24 +152,24 @@ class Announcer:
         self.observers: list[Connection] = []
         self._unheard: deque[Message] = deque(maxlen=_UNHEARD)
         self.tally: StepTally | None = None
-        self.planned: Planned | None = None
+        self.planned: protocol.Planned | None = None
         self.config = JobConfig()
         self._late, self._early = Lateness(), Early[Report](_EARLY)
         self._early_digests = Early[tuple[str, Fingerprint]](_EARLY_DIGESTS)
         self._skipped, self._samples, self.comparable = Once(), Samples(), Comparable()
         self._allowances: dict[str, Allowance] = {}  # by member with a part in the job; "": all others
-        self._announced: Members | None = None
+        self._announced: protocol.Members | None = None
         self._said_idle = False
         self._pieces: list[int] = []  # by shard: the digests of a version of it
-        self._script, self._script_said = ScriptAt(0), now
-        self._ended: dict[str, ScriptAt] = {}  # by worker that computes: the end of its script
+        self._script, self._script_said = protocol.ScriptAt(0), now
+        self._ended: dict[str, protocol.ScriptAt] = {}  # by worker that computes: the end of its script
         self.last_news = self._last_said = now
 
     # ---- announcements ----
 
     def announce(self, message: Message, now: float) -> list[Act]:
         """Send `message` to all observers and append it to the event log; a skipped step once, who says it first."""
-        if isinstance(message, Skipped):  # each server says it: any of them may die before it has
+        if isinstance(message, protocol.Skipped):  # each server says it: any of them may die before it has
             name = (message.generation, message.step, message.replicas, message.gradients)
             if not self._skipped.is_new(name):
                 return []
@@ -206,13 +184,13 @@ class Announcer:
         """
         if isinstance(message, Fingerprint):
             return self._recorded(member, message)
-        if isinstance(message, ScriptAt):
+        if isinstance(message, protocol.ScriptAt):
             return self._script_told(member, message)
-        if isinstance(message, Sampled):
+        if isinstance(message, protocol.Sampled):
             kept = self._samples.take(member, message, self._machine.view, now)
             return [] if kept is None else [AppendLog(kept)]
         has_a_part = self._machine.course.has_a_part(member)
-        if has_a_part and isinstance(message, Skipped):
+        if has_a_part and isinstance(message, protocol.Skipped):
             return self.announce(message, now)
         allowance = self._allowances.setdefault(member if has_a_part else "", Allowance(_BURST, _SENTENCE_S, now))
         if not allowance.take(now):
@@ -221,7 +199,7 @@ class Announcer:
         left_out = Say(f"{omitted} sentences of members were left out: {member} says too much")
         return [*(self.announce(left_out, now) if omitted else []), *self.announce(message, now)]
 
-    def _script_told(self, member: str, script: ScriptAt) -> list[Act]:
+    def _script_told(self, member: str, script: protocol.ScriptAt) -> list[Act]:
         """A worker of a job of sums says how far its script is. All workers hear of one that has ended (I8)."""
         view = self._machine.view
         computing = {} if view is None else {one: own for one, own in view.assigned(_FAR).items() if own}
@@ -274,7 +252,7 @@ class Announcer:
         self.tally = tally_for(config)
         begin = self.tally.take_over if taking_over else self.tally.rewind
         begin(furthest, view.generation)
-        self.planned = Planned(
+        self.planned = protocol.Planned(
             steps=record.steps, replicas=config.replicas,
             item="pushes" if Feature.KEYED in config.features else config.reading.item,
             words=layout.words + sum(table.numel for table in layout.tables),
@@ -303,7 +281,7 @@ class Announcer:
         """Announce the members, if they have changed since the last call."""
         busy = {worker for assignment in view.assignments for worker, own in assignment.replicas.items() if own}
         workers = [member.id for member in view.workers]
-        told = Members(
+        told = protocol.Members(
             str(view.number), tuple(w for w in workers if w in busy), tuple(w for w in workers if w not in busy),
             tuple(member.id for member in view.servers), self._machine.exposed,
             tuple(member.id for member in view.aggregators), view.aggregator_of, view.orders.warming,
@@ -321,7 +299,7 @@ class Announcer:
         said = self.comparable.said(course.record, view, self._members, first=not view.origin and course.furthest < 0)
         return [act for text in said for act in self.announce(Say(text), now)]
 
-    def _idle_workers(self, members: Members, now: float) -> list[Act]:
+    def _idle_workers(self, members: protocol.Members, now: float) -> list[Act]:
         """Say once that there are more workers than replicas, beside those that were to stand by."""
         replicas, wanted = self.config.replicas, self._machine.course.workers_max
         if self._said_idle or len(members.workers) < replicas or len(members.standby) == 0 or wanted <= replicas:
@@ -367,12 +345,12 @@ class Announcer:
         At most one step after what is known counts; a few further ones are kept until they are due.
         """
         record, config = self._machine.record, self.config
-        assert isinstance(claim, Contributed | Updated)
+        assert isinstance(claim, protocol.Contributed | protocol.Updated)
         if record is None or self.tally is None or not self.tally.counts(claim.generation):
             return []
         if not self._pieces:
             self._pieces = [len(pieces) for pieces in pieces_of(record.layout)]
-        if isinstance(claim, Contributed):
+        if isinstance(claim, protocol.Contributed):
             number, digests = claim.step, len(dense_shards(record.layout))
             right = claim.step < record.rounds and claim.replica < config.replicas
         else:
@@ -386,7 +364,7 @@ class Announcer:
             return []
         return [Record(member, claim)]
 
-    def applied(self, message: Applied) -> list[Act]:
+    def applied(self, message: protocol.Applied) -> list[Act]:
         """Write a server's ledger entry to the event log, and count how late each worker was."""
         self._late.add(message.late)
         return [AppendLog(message)] if message.at else []  # without a time it says only what the server's state proves
@@ -401,7 +379,7 @@ class Announcer:
         what = self._machine.waiting_for() or self._who_is_late()
         if not what:
             return self._script_repeated(now)
-        return self._tell(Waiting(f"waiting for {what}, {now - self.last_news:.0f} s so far"))
+        return self._tell(protocol.Waiting(f"waiting for {what}, {now - self.last_news:.0f} s so far"))
 
     def _script_repeated(self, now: float) -> list[Act]:
         """Tell observers how far the scripts of a job of sums are. Such a job says little else, so it is also the sign

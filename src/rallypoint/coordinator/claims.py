@@ -11,6 +11,8 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import msgspec
+
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.protocol import Capture, Contributed, Evaluated, Message, NotStored, Report, Stored, Updated
@@ -134,8 +136,8 @@ def event_of(sender: str, message: Message) -> cluster_events.Event:
     match message:
         case Stored(snapshot=snapshot, shards=shards):
             return cluster_events.Captured(sender, snapshot, tuple(shards))
-        case NotStored(snapshot=snapshot, reason=reason, passed=passed):
-            return cluster_events.SnapshotLost(snapshot, f"{sender}: {reason}", passed)
+        case NotStored(reason=reason):
+            return msgspec.structs.replace(message, reason=f"{sender}: {reason}")
         case _:
             return cluster_events.From(sender, message)
 

@@ -12,24 +12,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rallypoint.coordinator import inbox
+from rallypoint.core import protocol
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.events import Outrun
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.placing.view_change import still_caught_up
-from rallypoint.core.protocol import (
-    Admitted,
-    Hello,
-    Knows,
-    NewView,
-    OfViews,
-    Release,
-    Resize,
-    Say,
-    SnapshotWanted,
-    ViewChange,
-)
+from rallypoint.core.protocol import Knows, Say
 from rallypoint.core.view import Member, View, ViewDifference, ViewNumber, canonical, difference
 from rallypoint.net.handshake import proof_of_view, ticket_for
 from rallypoint.observe.lines import Allowance
@@ -42,10 +32,10 @@ class Tickets:
         self._secret = secret
         self._sent: dict[str, View] = {}  # the last view that went over each member's connection
 
-    def admitted(self, id: str, incarnation: int, role: str) -> Admitted:
-        return Admitted(incarnation, ticket_for(self._secret, role, id, incarnation))
+    def admitted(self, id: str, incarnation: int, role: str) -> protocol.Admitted:
+        return protocol.Admitted(incarnation, ticket_for(self._secret, role, id, incarnation))
 
-    def news(self, view: View, members: Sequence[str]) -> Iterator[tuple[str, OfViews]]:
+    def news(self, view: View, members: Sequence[str]) -> Iterator[tuple[str, protocol.OfViews]]:
         """`views`, for members that are connected, with what their connections have brought them until now."""
         view = canonical(view)
         yield from self.views(view, members, self._sent)
@@ -58,7 +48,7 @@ class Tickets:
 
     def views(
         self, view: View, members: Iterable[str], sent: Mapping[str, View] | None = None
-    ) -> Iterator[tuple[str, OfViews]]:
+    ) -> Iterator[tuple[str, protocol.OfViews]]:
         """The view for each of these members, with the member's tickets for the view's servers.
 
         `sent`: the last view that went to a member over the connection that it has now. It gets the difference to that,
@@ -70,12 +60,12 @@ class Tickets:
         now, known = _Given(view), dict[ViewNumber, tuple[ViewDifference, _Given]]()
         for id in members:
             if (base := earlier.get(id)) is None:
-                yield id, NewView(view, self._tickets_for(id, now, secrets), proof)
+                yield id, protocol.NewView(view, self._tickets_for(id, now, secrets), proof)
                 continue
             if base.number not in known:
                 known[base.number] = difference(base, view), _Given(base)
             change, before = known[base.number]
-            yield id, ViewChange(change, self._tickets_for(id, now, secrets, before), proof)
+            yield id, protocol.ViewChange(change, self._tickets_for(id, now, secrets, before), proof)
 
     def _tickets_for(
         self, id: str, now: _Given, secrets: Mapping[str, bytes], before: _Given | None = None
@@ -209,7 +199,7 @@ class Newcomers:
                 del waiting[closed.hello.id]
 
 
-def _must_wait(hello: Hello, members: Membership) -> bool:
+def _must_wait(hello: protocol.Hello, members: Membership) -> bool:
     is_it = members.same(hello.id, hello.role, hello.incarnation, hello.process) is not None
     return hello.id in members.awaited and not is_it
 
@@ -264,8 +254,6 @@ class TakeOver:
         match event:
             case inbox.Opened(hello=hello) | inbox.Closed(hello=hello) if hello.role == "observer":
                 return False
-            case inbox.Received(message=Resize() | SnapshotWanted() | Release()):
-                pass
             case inbox.Opened(hello=hello):
                 self._incarnations = max(self._incarnations, hello.incarnation)
             case inbox.Received(hello=hello, message=Knows(view=view)):
@@ -313,18 +301,18 @@ class TakeOver:
             goes_on=before.goes_on and view.number == before.view.number,
         )  # fmt: skip
 
-    def _hear(self, hello: Hello, view: View | None) -> None:
+    def _hear(self, hello: protocol.Hello, view: View | None) -> None:
         self._came.add((hello.id, hello.incarnation))
         if view is not None and knows_truly(hello, view) and view.number > self._newest.number:
             self._newest = view
 
 
-def knows_truly(hello: Hello, view: View) -> bool:
+def knows_truly(hello: protocol.Hello, view: View) -> bool:
     """True if the member has a place in the view that it says it knows: a view is sent to its members only."""
     return (hello.id, hello.incarnation) in {_key(member) for member in _members(view)}
 
 
-def late_view(hello: Hello, view: View | None, course: Course) -> Outrun | Say | None:
+def late_view(hello: protocol.Hello, view: View | None, course: Course) -> Outrun | Say | None:
     """What follows when a member comes back and knows `view`.
 
     If it acted on a view that this coordinator, or one before it, went on without, the job begins anew. A view of this

@@ -84,6 +84,8 @@ def _state_in(kept: sqlite3.Connection, path: str) -> ClusterState | None:
     data = msgspec.msgpack.decode(row[0])
     if (view := data.get("view")) and "orders" not in view:  # an earlier version has written it
         view["orders"] = dict(view)
+    if word := data.get("last_word"):  # so it has
+        word["type"] = {"FinishJob": "Finished", "Abort": "Aborted"}.get(word["type"], word["type"])
     state = msgspec.convert(data, ClusterState)
     if record is None:
         return state

@@ -51,7 +51,7 @@ class Orders:
         assert course.record is not None
         before = course.record.steps_at(course.known + 1)
         said = f"the operator pauses the job before step {before}" if on else "the operator lets the job go on"
-        return OrderAnswer([events.Paused(on)], news=[_ordered(order, said)])
+        return OrderAnswer([Pause(on)], news=[_ordered(order, said)])
 
     def _stop(self, order: StopWanted, course: Course, reason: str) -> OrderAnswer:
         record, workers = course.record, course.computing()
@@ -61,7 +61,7 @@ class Orders:
             return _refused(order, "a job in this mode cannot be stopped early")
         if course.views.orders.stop is not None:
             return _refused(order, f"the job ends with step {record.steps_at(course.last)} already")
-        goes_on = [events.Paused(False)] if course.views.orders.paused is not None else []
+        goes_on = [Pause(False)] if course.views.orders.paused is not None else []
         said = f"the operator stops the job after the step that is computed now{f': {reason}' if reason else ''}"
         return OrderAnswer(goes_on, workers, [_ordered(order, said)])
 

@@ -18,14 +18,13 @@ from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.connections import Connections
 from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.fingerprints import FingerprintLog
+from rallypoint.coordinator.inbox import Owner, tick_seconds
 from rallypoint.coordinator.joining import taken
 from rallypoint.coordinator.journal import Journal, Persistence
-from rallypoint.coordinator.owner import Owner, tick_seconds
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.coordinator.snapshots import SnapshotKeeper
-from rallypoint.core.cluster.effects import Abort, FindSnapshot
-from rallypoint.core.cluster.events import SnapshotFound
-from rallypoint.core.cluster.state import Resumed
+from rallypoint.core.cluster.effects import FindSnapshot
+from rallypoint.core.cluster.state import Origin, Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.protocol import Aborted, Hello, Say, Welcome
 from rallypoint.errors import AddressInUse
@@ -74,7 +73,8 @@ class CoordinatorService:
     It listens at `bind` ("host:port"; port 0: any free one); members connect to `advertise` (by default the address
     where it listens). If `join_info` has a folder, it keeps its journal there, and goes on where an earlier coordinator
     of that folder ended. `resume`: the snapshot to go on from. `announced` is called with each announcement, on the
-    owner's thread.
+    owner's thread. Once it is started, `ended_before` says how the job of this folder had ended before; "" if it had
+    not, or is resumed.
     """
 
     _clock: Callable[[], float] = staticmethod(lambda: time.monotonic())  # looked up late: tests play a pause
@@ -109,7 +109,8 @@ class CoordinatorService:
         recovered = self._journal.load()
         self.is_later = self._terms.earlier > 0 or recovered is not None  # it goes on with the job of an earlier one
         word = None if recovered is None or self._resume is not None else recovered.last_word
-        self._ended_before = "" if word is None else f"failed: {word.reason}" if isinstance(word, Abort) else "finished"
+        how = f"failed: {word.reason}" if isinstance(word, Aborted) else "finished"
+        self.ended_before = how if word is not None else ""
         self._shell = CoordinatorShell(
             self._terms, self._clock(), recovered=recovered, resume=self._resume, secret=me.secret
         )
@@ -163,11 +164,6 @@ class CoordinatorService:
         """Block until the job is over and all members were told. Returns None, or why the job failed."""
         wait_heeding_signals(self._over)
         return self._failure
-
-    @property
-    def ended_before(self) -> str:
-        """How the job of this folder ended before this coordinator was started; "" if it had not, or is resumed."""
-        return self._ended_before
 
     @property
     def busy_s(self) -> float:
@@ -270,7 +266,7 @@ class CoordinatorService:
                 self._failure = failure
                 self._over.set()
             case FindSnapshot() if self._keeper is None:
-                self._owner.put(SnapshotFound(""))
+                self._owner.put(Origin(""))
             case _:
                 if self._keeper is not None:
                     self._keeper.do(act)

@@ -3,60 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from rallypoint.coordinator import inbox
-from rallypoint.coordinator.acts import (
-    Act,
-    AddFigures,
-    AddPart,
-    AppendLog,
-    Close,
-    CommitSnapshot,
-    Over,
-    RefuseConnection,
-    Save,
-    SendMessage,
-    failure_of,
-    last_message,
-)
+from msgspec.structs import replace
+
+from rallypoint.coordinator import acts, inbox
+from rallypoint.coordinator.acts import Act, AppendLog, SendMessage, failure_of
 from rallypoint.coordinator.announcer import Announcer, Told
 from rallypoint.coordinator.claims import Agreement, Claims, Early, event_of, own_part
-from rallypoint.coordinator.inbox import Connection
+from rallypoint.coordinator.inbox import AwakeTime, Connection
 from rallypoint.coordinator.joining import Newcomers, TakeOver, Tickets, has_begun, late_view, needed, taken
 from rallypoint.coordinator.operator import Orders, Sizes
-from rallypoint.coordinator.owner import AwakeTime
 from rallypoint.coordinator.progress import EVALUATED, EvaluationMetrics, agree
+from rallypoint.core import protocol
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.state import ClusterState, Resumed
+from rallypoint.core.cluster.state import ClusterState, Origin, Resumed
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.protocol import (
-    Aborted,
-    AnyOrder,
-    Applied,
-    AuditFound,
-    Beat,
-    Capture,
-    CaughtUp,
-    Evaluated,
-    Finished,
-    Held,
-    Hello,
-    Knows,
-    Message,
-    Metrics,
-    Ordered,
-    Propose,
-    Release,
-    Report,
-    Resize,
-    Say,
-    SnapshotEvery,
-    Snapshotted,
-    Stored,
-)
+from rallypoint.core.protocol import Aborted, AnyOrder, Capture, Finished, Hello, Message, Metrics, Resize, Say
 from rallypoint.core.view import Member, View
 from rallypoint.observe.lines import Once
 
@@ -105,36 +69,36 @@ class CoordinatorShell:
 
     def start(self) -> list[Act]:
         """The acts to do before the first event."""
-        acts = self._save()
+        todo = self._save()
         if self.machine.last_word is not None:  # the earlier coordinator may not have told all members
-            self.last_word = last_message(self.machine.last_word)
+            self.last_word = self.machine.last_word
             self._end_at = self._now + self._terms.heartbeat
         if self.machine.record is not None and self.machine.view is not None:
-            acts += self.announcer.plan(self.machine.record, self.machine.view, self._now, taking_over=True)
-        return [*acts, *self.evaluations.judged(self.machine.course)]
+            todo += self.announcer.plan(self.machine.record, self.machine.view, self._now, taking_over=True)
+        return [*todo, *self.evaluations.judged(self.machine.course)]
 
     def handle(self, event: inbox.Event, now: float) -> list[Act]:
         """Take one event at time `now`; return the acts, to be done in order."""
         self._now = now
-        if isinstance(event, inbox.Received) and isinstance(event.message, Knows):
+        if isinstance(event, inbox.Received) and isinstance(event.message, protocol.Knows):
             event = replace(event, message=self._tickets.proven(event.message))
         if self._take_over is None:
             return self._handle(event)
         kept_back = self._take_over.keeps(event)
-        acts = self._taken_over(self._take_over) if self._take_over.is_over(now) else []
-        return acts if kept_back or isinstance(event, inbox.Ticked) else [*acts, *self._handle(event)]
+        todo = self._taken_over(self._take_over) if self._take_over.is_over(now) else []
+        return todo if kept_back or isinstance(event, inbox.Ticked) else [*todo, *self._handle(event)]
 
     def _taken_over(self, take_over: TakeOver) -> list[Act]:
         """Go on from what members know, with the events that waited for it."""
         self._take_over = None
         state = take_over.state()
         start = self._awake.seconds  # who does not come back has been silent since then
-        acts = self._drive(cluster_events.TookOver(state, take_over.is_complete))
+        todo = self._drive(cluster_events.TookOver(state, take_over.is_complete))
         for when in (start, self._awake.at(self._now)):
-            acts += self._drive(cluster_events.Tick(when, self._newcomers.names))
+            todo += self._drive(cluster_events.Tick(when, self._newcomers.names))
         for event in take_over.waiting:
-            acts += self._handle(event)
-        return acts
+            todo += self._handle(event)
+        return todo
 
     def _handle(self, event: inbox.Event) -> list[Act]:
         match event:
@@ -146,9 +110,9 @@ class CoordinatorShell:
                 return self._received(connection, hello, message)
             case inbox.Closed():
                 return self._closed(event)
-            case Snapshotted(snapshot=snapshot):
-                return [*self._announce(event), *self._drive(cluster_events.Committed(snapshot))]
-            case cluster_events.SnapshotLost() | cluster_events.SnapshotFound():
+            case protocol.Snapshotted():
+                return [*self._announce(event), *self._drive(event)]
+            case protocol.NotStored() | Origin():
                 return self._drive(event)
             case Aborted():
                 return self._end(event)
@@ -162,15 +126,15 @@ class CoordinatorShell:
         if self.last_word is not None or hello.role == "observer":
             return self.announcer.observe(connection, hello, self.last_word)
         if self.refuses(hello):
-            return [RefuseConnection(connection, taken(hello.id))]
+            return [acts.RefuseConnection(connection, taken(hello.id))]
         if (told := self._newcomers.keeps(opened, self.machine.course.members, self._now)) is not None:
             return self._announce(Say(told)) if told else []
         old = self.members.get(hello.id)  # the same process connected again before its old connection ended
-        acts: list[Act] = [] if old is None else [Close(old)]
+        todo: list[Act] = [] if old is None else [acts.Close(old)]
         self.members[hello.id] = connection
         self._tickets.connected_anew(hello.id)
         member = Member(hello.id, hello.host, hello.address, hello.incarnation, hello.near, link_mbit=hello.link_mbit)
-        return [*acts, *self._drive(cluster_events.Joined(member, hello.role, hello.process))]
+        return [*todo, *self._drive(cluster_events.Joined(member, hello.role, hello.process))]
 
     def refuses(self, hello: Hello) -> bool:
         """True if another process has this id. Any thread may ask; it changes nothing."""
@@ -197,57 +161,57 @@ class CoordinatorShell:
     def _received(self, connection: Connection, hello: Hello, message: Message) -> list[Act]:
         if hello.role == "observer":
             if self.last_word is not None:
-                return self._announce(Ordered(type(message).__name__, "the job is over", refused=True))
+                return self._announce(protocol.Ordered(type(message).__name__, "the job is over", refused=True))
             if isinstance(message, Resize):
                 return self._resized(self._sizes.take(message, self._now))
             if isinstance(message, AnyOrder):
                 answer = self._orders.answer(message, self.machine.course, self._now)
-                acts = [act for event in answer.events for act in self._drive(event)]
-                acts += self._send(message, *answer.workers)
-                return acts + [act for one in answer.news for act in self._announce(one)]
-            released = isinstance(message, Release)
-            return self._drive(cluster_events.Released() if released else cluster_events.SnapshotOrdered())
+                todo = [act for event in answer.events for act in self._drive(event)]
+                todo += self._send(message, *answer.workers)
+                return todo + [act for one in answer.news for act in self._announce(one)]
+            return self._drive(message) if isinstance(message, protocol.Release | protocol.SnapshotWanted) else []
         if self.members.get(hello.id) != connection:
             return []  # this member was refused: ignore its messages
-        if isinstance(message, Beat):
+        if isinstance(message, protocol.Beat):
             return self._drive(cluster_events.From(hello.id, message))
-        acts = self._drive(cluster_events.Heard(hello.id))
-        if isinstance(message, Propose):
+        todo = self._drive(cluster_events.Heard(hello.id))
+        if isinstance(message, protocol.Propose):
             self.announcer.comparable.propose(hello.id, message)
         match message:
-            case Knows(view=view):
-                return [*acts, *self._knows(hello, view)]
+            case protocol.Knows(view=view):
+                return [*todo, *self._knows(hello, view)]
             case _ if not self._claims.may_say(hello.id, message, self.machine.course):
-                return acts
-            case Report():
+                return todo
+            case protocol.Report():
                 done = (hello.id, message.step, message.replica, message.seconds, message.generation)
-                acts += self._drive(cluster_events.Computed(*done, now=self._awake.at(self._now)))
-                acts += self.announcer.report(message, self._now)
+                todo += self._drive(cluster_events.Computed(*done, now=self._awake.at(self._now)))
+                todo += self.announcer.report(message, self._now)
                 current = self.machine.course.is_current(message.generation)
                 own = self.machine.course.strategies.pinned
                 if current and (why := self._agreement.difference(hello.id, message, own_loop=own)) is not None:
-                    acts += self._end(Aborted(why))
-                return acts
-            case Evaluated(version=version, generation=generation, values=values):
+                    todo += self._end(Aborted(why))
+                return todo
+            case protocol.Evaluated(version=version, generation=generation, values=values):
                 known = self.machine.course.evaluations.results.get(version)
                 if values and (known is None or agree(known, values)):  # the first figures count (I2)
                     step = self.announcer.config.steps_at(version)
                     self._early.keep(step, Metrics(step, values, generation), EVALUATED)
-                return [*acts, *self._count_early(), *self._drive(event_of(hello.id, message))]
-            case Applied():
-                acts += self._drive(cluster_events.From(hello.id, message))
-                return [*acts, *self.announcer.applied(message)]
+                return [*todo, *self._count_early(), *self._drive(event_of(hello.id, message))]
+            case protocol.Applied():
+                todo += self._drive(cluster_events.From(hello.id, message))
+                return [*todo, *self.announcer.applied(message)]
             case _ if isinstance(message, Told):
-                return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
-            case Stored():
+                return [*todo, *self.announcer.told_by(hello.id, message, self._now)]
+            case protocol.Stored():
                 part = own_part(message, self.machine.shards_to_store(hello.id, message.snapshot))
-                return [*acts, AddPart(part, f"{hello.id} on {hello.host}"), *self._drive(event_of(hello.id, part))]
+                add = acts.AddPart(part, f"{hello.id} on {hello.host}")
+                return [*todo, add, *self._drive(event_of(hello.id, part))]
             case _:
-                logged = [AppendLog(message)] if isinstance(message, AuditFound) else []
-                return [*acts, *logged, *self._drive(event_of(hello.id, message))]
+                logged = [AppendLog(message)] if isinstance(message, protocol.AuditFound) else []
+                return [*todo, *logged, *self._drive(event_of(hello.id, message))]
 
     def _resized(self, size: Resize | None) -> list[Act]:
-        resized = self._drive(cluster_events.Resized(size.workers)) if size is not None and size.workers > 0 else []
+        resized = self._drive(size) if size is not None and size.workers > 0 else []
         return [] if size is None else [*resized, *self._announce(size)]  # the launcher acts on it: save it first (I7)
 
     def _knows(self, hello: Hello, view: View | None) -> list[Act]:
@@ -274,20 +238,20 @@ class CoordinatorShell:
         if not self._shown.is_new((message.step, message.generation, str(message.values))):
             return []
         figures = self.evaluations.add(message.step, message.values)
-        return [*self._announce(message), AddFigures(message.step, figures)]
+        return [*self._announce(message), acts.AddFigures(message.step, figures)]
 
     # ---- the machine ----
 
     def _drive(self, event: cluster_events.Event) -> list[Act]:
         effects = self.machine.handle(event)
-        acts = [*self._save(), *self._count_early()]
-        acts += [act for effect in effects for act in self._acts_of(effect)]
-        caught_up = isinstance(event, cluster_events.From) and isinstance(event.message, CaughtUp)
+        todo = [*self._save(), *self._count_early()]
+        todo += [act for effect in effects for act in self._acts_of(effect)]
+        caught_up = isinstance(event, cluster_events.From) and isinstance(event.message, protocol.CaughtUp)
         if caught_up and self.machine.view is not None:
-            acts += self.announcer.members(self.machine.view, self._now)
+            todo += self.announcer.members(self.machine.view, self._now)
         for newcomer in self._newcomers.due(self.machine.course.members):
-            acts += self._opened(newcomer)
-        return acts
+            todo += self._opened(newcomer)
+        return todo
 
     def _save(self) -> list[Act]:
         if self.machine.revision == self._written:
@@ -295,13 +259,13 @@ class CoordinatorShell:
         self._written = self.machine.revision
         state = self.machine.state()
         first, self._kept = not self._kept, has_begun(state)
-        return [Save(state, needed=first and state.last_word is None)]
+        return [acts.Save(state, needed=first and state.last_word is None)]
 
     def _acts_of(self, effect: cluster_effects.Effect) -> list[Act]:
         match effect:
             case cluster_effects.Refuse(member=member, reason=reason, final=final):
                 connection = self.members.pop(member, None)
-                return [] if connection is None else [RefuseConnection(connection, reason, final)]
+                return [] if connection is None else [acts.RefuseConnection(connection, reason, final)]
             case cluster_effects.SendTo(member=member, message=message):
                 return self._send(message, member)
             case cluster_effects.Admit(member=member, incarnation=incarnation):
@@ -309,12 +273,12 @@ class CoordinatorShell:
                 return [*self._send(admitted, member), *self.announcer.ended_scripts(member)]
             case cluster_effects.PublishView(view=view, members=members):
                 return self._publish(view, members)
-            case Say() | Held() | SnapshotEvery():
+            case Say() | protocol.Held() | protocol.SnapshotEvery():
                 return self._announce(effect)
             case cluster_effects.Note(text=text):
                 return [AppendLog(Say(text))]
-            case cluster_effects.FinishJob() | cluster_effects.Abort():
-                return self._end(last_message(effect))
+            case Finished() | Aborted():
+                return self._end(effect)
             case Capture(writers=writers):
                 self._capture = effect
                 self._claims.asked(effect)
@@ -327,7 +291,7 @@ class CoordinatorShell:
 
     def _publish(self, view: View, members: Sequence[str]) -> list[Act]:
         assert self.machine.record is not None
-        acts = self.announcer.plan(self.machine.record, view, self._now)
+        todo = self.announcer.plan(self.machine.record, view, self._now)
         self._claims.published(view)
         tally = self.announcer.tally
         if tally is not None and not tally.counts(view.generation):
@@ -337,8 +301,8 @@ class CoordinatorShell:
                 tally.rewind(self.machine.course.furthest, view.generation)
                 self.evaluations.rewind(self.announcer.config.steps_at(self.machine.course.furthest + 1))
         news = self._tickets.news(view, [one for one in members if one in self.members])
-        acts += [act for member, message in news for act in self._send(message, member)]
-        return [*acts, *self.announcer.members(view, self._now), *self._ask_workers_for_codec_states()]  # the new ones
+        todo += [act for member, message in news for act in self._send(message, member)]
+        return [*todo, *self.announcer.members(view, self._now), *self._ask_workers_for_codec_states()]  # the new ones
 
     def _ask_workers_for_codec_states(self) -> list[Act]:
         """Ask all workers for the codec states of the snapshot in progress; not under AllReduce."""
@@ -349,33 +313,33 @@ class CoordinatorShell:
             return []
         return self._send(self._capture, *(worker.id for worker in view.workers))
 
-    def _commit(self, snapshot: str, version: int) -> CommitSnapshot:
+    def _commit(self, snapshot: str, version: int) -> acts.CommitSnapshot:
         assert self.machine.record is not None
         step, course = self.announcer.config.steps_at(version), self.machine.course
         about = self.machine.record, self.evaluations.of(step), "" if course.view is None else course.view.origin
         known = (course.views.orders.stop, course.evaluations.told_by(version), course.kept)
-        return CommitSnapshot(snapshot, version, step, *about, *known)
+        return acts.CommitSnapshot(snapshot, version, step, *about, *known)
 
     # ---- time and the end ----
 
     def _tick(self) -> list[Act]:
         if self.last_word is not None:
-            return [Over(failure_of(self.last_word))] if self._now >= self._end_at else []
-        acts = [act for newcomer in self._newcomers.allowed(self._now) for act in self._opened(newcomer)]
-        acts += self._resized(self._sizes.due(self._now))
-        acts += self._drive(cluster_events.Tick(self._awake.at(self._now), self._newcomers.names))
-        return acts if self.last_word is not None else [*acts, *self.announcer.waiting(self._now)]
+            return [acts.Over(failure_of(self.last_word))] if self._now >= self._end_at else []
+        todo = [act for newcomer in self._newcomers.allowed(self._now) for act in self._opened(newcomer)]
+        todo += self._resized(self._sizes.due(self._now))
+        todo += self._drive(cluster_events.Tick(self._awake.at(self._now), self._newcomers.names))
+        return todo if self.last_word is not None else [*todo, *self.announcer.waiting(self._now)]
 
     def _end(self, word: Finished | Aborted) -> list[Act]:
         if self.last_word is not None:
             return []
         self.last_word = word
         if isinstance(word, Aborted) and self.machine.last_word is None:
-            self.machine.course.end(cluster_effects.Abort(word.reason))  # what comes later begins no other end
+            self.machine.course.end(word)  # what comes later begins no other end
         told = [*self._save(), *self._send(word, *self.members), *self._announce(word)]
         told += [act for newcomer in self._newcomers.take_all() for act in self._opened(newcomer)]
         away = self._take_over is not None or self.machine.course.members.awaited
-        return [*told, *(self._end_later() if away else [Over(failure_of(word))])]
+        return [*told, *(self._end_later() if away else [acts.Over(failure_of(word))])]
 
     def _end_later(self) -> list[Act]:
         """Members are about to come back: tell those who have come to be taken over, and for a while who comes."""

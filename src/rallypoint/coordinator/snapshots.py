@@ -15,8 +15,8 @@ import msgspec
 from rallypoint.coordinator import inbox
 from rallypoint.coordinator.acts import Act, AddFigures, AddPart, CommitSnapshot
 from rallypoint.core.cluster.effects import FindSnapshot
-from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
-from rallypoint.core.protocol import Aborted, Capture, Say, Snapshotted
+from rallypoint.core.cluster.state import Origin
+from rallypoint.core.protocol import Aborted, Capture, NotStored, Say, Snapshotted
 from rallypoint.errors import sentence_of
 from rallypoint.store.files import EndingThread, patiently
 from rallypoint.store.manifest import Manifest, ShardEntry
@@ -83,7 +83,7 @@ class SnapshotKeeper:
     def _begin_commit(self, act: CommitSnapshot) -> None:
         parts = self._parts.pop(act.snapshot, None)
         if parts is None:
-            self._put(SnapshotLost(act.snapshot, "its parts have been forgotten"))
+            self._put(NotStored(act.snapshot, "its parts have been forgotten"))
             return
         manifest = Manifest(
             id=act.snapshot, version=act.version, record=msgspec.to_builtins(act.record), created=time.time(),
@@ -111,12 +111,12 @@ class SnapshotKeeper:
             if unseen := self._unseen(manifest):
                 why = _not_shared(unseen, parts.writers, self._store.url)
                 first = manifest.version == 0  # nothing is lost yet, and later ones would not be seen either
-                self._put(Aborted(why) if first else SnapshotLost(manifest.id, why))
+                self._put(Aborted(why) if first else NotStored(manifest.id, why))
                 return
             self._store.commit(manifest, self._newest)
             self._newest = manifest.id
         except Exception as error:  # a remote filesystem may raise anything; the job waits for an answer
-            self._put(SnapshotLost(manifest.id, sentence_of(error)))
+            self._put(NotStored(manifest.id, sentence_of(error)))
             return
         nbytes, seconds = sum(manifest.files.values()), time.monotonic() - parts.began
         self._put(Snapshotted(manifest.id, manifest.version, nbytes, seconds))
@@ -176,10 +176,10 @@ class SnapshotKeeper:
             self._put(Aborted(f"the snapshots cannot be read: {sentence_of(error)}"))
             return
         if manifest is None:
-            self._put(SnapshotFound(""))
+            self._put(Origin(""))
         else:
             known = (manifest.stop, manifest.decided)
-            self._put(SnapshotFound(manifest.id, manifest.version, *known))
+            self._put(Origin(manifest.id, manifest.version, *known))
 
 
 def _not_shared(unseen: Sequence[str], writers: Mapping[str, str], where: str) -> str:

@@ -23,14 +23,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
+import msgspec
+
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.shard.shell import Fence, L
 from rallypoint.core.sums import Block, blocks_of, is_block, parent, sibling
 from rallypoint.core.view import Member, View, ViewNumber
 
 
-@dataclass(frozen=True, slots=True)
-class BlockContribution:
+class BlockContribution(msgspec.Struct, frozen=True):
     """A block of replicas' contribution to a shard's step. A block of one replica is not weighted yet.
 
     Attributes:
@@ -46,8 +47,7 @@ class BlockContribution:
     gradients: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True):
     """The payload becomes a part."""
 
     shard: int
@@ -56,8 +56,7 @@ class Keep:
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class DropPayload:
+class DropPayload(msgspec.Struct, frozen=True):
     """The payload is not needed. `fault`: end the sender's connection with this sentence. No honest worker sends it, or
     this aggregator is far behind: then the worker sends the step in progress again, to the servers."""
 
@@ -65,8 +64,7 @@ class DropPayload:
     fault: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MergeParts:
+class MergeParts(msgspec.Struct, frozen=True):
     """Add part `right` to part `left`, each times its factor first (a leaf's weight; 1.0 for what is weighted)."""
 
     shard: int
@@ -77,8 +75,7 @@ class MergeParts:
     right_factor: float
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(msgspec.Struct, frozen=True):
     """Release a part."""
 
     shard: int
@@ -86,8 +83,7 @@ class Forget:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class PushPart:
+class PushPart(msgspec.Struct, frozen=True):
     """Send a part to the shard's primary. It is kept: it may have to be sent again."""
 
     shard: int
@@ -99,8 +95,7 @@ class PushPart:
     gradients: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class KeepVersion:
+class KeepVersion(msgspec.Struct, frozen=True):
     """Keep the version that has arrived."""
 
     shard: int
@@ -108,8 +103,7 @@ class KeepVersion:
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class GiveVersion:
+class GiveVersion(msgspec.Struct, frozen=True):
     """Send a kept version to a worker. `asked`: it needs this very version."""
 
     worker: str
@@ -118,23 +112,20 @@ class GiveVersion:
     asked: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseVersion:
+class ReleaseVersion(msgspec.Struct, frozen=True):
     """Release a kept version."""
 
     shard: int
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class FollowServer:
+class FollowServer(msgspec.Struct, frozen=True):
     """Ask a server for the newest version of each of its shards, and each later one."""
 
     server: str
 
 
-@dataclass(frozen=True, slots=True)
-class FetchVersion:
+class FetchVersion(msgspec.Struct, frozen=True):
     """Ask a shard's primary for one version."""
 
     shard: int
@@ -142,8 +133,7 @@ class FetchVersion:
     server: str
 
 
-@dataclass(frozen=True, slots=True)
-class DismissWorkers:
+class DismissWorkers(msgspec.Struct, frozen=True):
     """End the connections of these workers: they are to use the servers. `why` is a sentence for them."""
 
     workers: tuple[str, ...]
@@ -202,17 +192,12 @@ class BlockSum:
         """Take a contribution that has arrived; merge what can be merged."""
         block = new.block
         if not self._has(block):
-            return [
-                DropPayload(
-                    new.ticket, f"replicas {block.start} to {block.stop - 1} are no block of shard {self.shard}"
-                )
-            ]
+            fault = f"replicas {block.start} to {block.stop - 1} are no block of shard {self.shard}"
+            return [DropPayload(new.ticket, fault)]
         held = {replica for part in self._parts.values() for replica in range(*part.block)}
         if held.issuperset(range(*block)):
             return [DropPayload(new.ticket)]  # a repeat (I2)
-        effects: list[Effect] = []
-        for old in [part for part in self if block.covers(part.block)]:
-            effects.append(self._forget(old))
+        effects: list[Effect] = [self._forget(old) for old in self if block.covers(old.block)]
         self._parts[block.start] = part = HeldPart(block, new.weight, new.losses, new.gradients)
         effects.append(Keep(self.shard, self.step, block.start, new.ticket))
         while (other := self._unsent(sibling(part.block, self.replicas))) is not None and other is not part:
@@ -315,9 +300,7 @@ class AggregatorMachine:
         effects: list[Effect] = []
         if before is None or before.generation != view.generation:
             effects += self._forget_all()
-            effects += [
-                FollowServer(server) for server in sorted(self._up)
-            ]  # what was asked before may count as stale there
+            effects += [FollowServer(server) for server in sorted(self._up)]  # what was asked before may be stale there
         elif self._incarnation(before) != self._incarnation(view):
             effects += self._forget_sums()
         mine = {worker for worker, used in view.aggregator_of.items() if used == self.me}
@@ -414,9 +397,8 @@ class AggregatorMachine:
         if new.step < newest:
             return [DropPayload(new.ticket)]  # the step is over
         if 0 <= newest < new.step - 1 or (new.step not in steps and len(steps) >= STEPS_KEPT):
-            return [
-                DropPayload(new.ticket, f"a contribution to step {new.step} of shard {new.shard}, at version {newest}")
-            ]
+            fault = f"a contribution to step {new.step} of shard {new.shard}, at version {newest}"
+            return [DropPayload(new.ticket, fault)]
         key = (new.shard, new.step)
         if key not in self._sums:
             self._sums[key] = BlockSum(*key, self.expected[new.shard], self.carried.get(new.shard, 0))
@@ -433,11 +415,8 @@ class AggregatorMachine:
         if len(asked := self._asked_of(shard)) > MOST_ASKED:
             del self._asked[shard, asked[-1]]  # no honest worker asks so far ahead
         home = self._home(shard)
-        return (
-            [FetchVersion(shard, version, home)]
-            if first and (shard, version) in self._asked and home in self._up
-            else []
-        )
+        wanted = first and (shard, version) in self._asked and home in self._up
+        return [FetchVersion(shard, version, home)] if wanted else []
 
     def _asked_of(self, shard: int) -> list[int]:
         """The versions of a shard that workers wait for, ascending."""

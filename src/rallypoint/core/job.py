@@ -10,7 +10,8 @@ import msgspec
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.decisions import KeepBest, ReduceOnPlateau, Rules
 from rallypoint.core.layout import Layout, first_difference
-from rallypoint.core.modes import Feature, ModeName, ModeTraits, Pace, refusal, why_not
+from rallypoint.core.modes import Feature, ModeName, ModeTraits, Pace
+from rallypoint.core.modes.table import refusal, why_not
 from rallypoint.core.typed import MOST_PUSHES
 
 

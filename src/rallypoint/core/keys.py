@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rallypoint.core.view import View, ViewNumber
 
 NEWEST = -1  # in place of a version: whatever is published
@@ -29,16 +31,14 @@ LAST = 1 << 60  # a step of which the newest assignment counts
 OWN = 0  # the number of the machine's own requests; those of the caller have higher ones
 
 
-@dataclass(frozen=True, slots=True)
-class SendInitial:
+class SendInitial(msgspec.Struct, frozen=True):
     """Send the first value of the shard."""
 
     shard: int
     server: str
 
 
-@dataclass(frozen=True, slots=True)
-class SendPush:
+class SendPush(msgspec.Struct, frozen=True):
     """Send the contributor's push of `step`."""
 
     shard: int
@@ -47,8 +47,7 @@ class SendPush:
     server: str
 
 
-@dataclass(frozen=True, slots=True)
-class SendWant:
+class SendWant(msgspec.Struct, frozen=True):
     """Ask how far this contributor's pushes have got (streaming)."""
 
     shard: int
@@ -56,8 +55,7 @@ class SendWant:
     server: str
 
 
-@dataclass(frozen=True, slots=True)
-class SendPull:
+class SendPull(msgspec.Struct, frozen=True):
     """Ask for the shard's value at `version` (NEWEST: at any), under this number."""
 
     shard: int

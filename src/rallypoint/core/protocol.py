@@ -541,8 +541,10 @@ class Capture(AnyMessage, frozen=True):
 
 
 class Finished(AnyMessage, frozen=True):
-    """The job is done: all members may exit. The worker `lead` saves the model. For the rest see
-    `core.cluster.effects.FinishJob`."""
+    """The job is done: all members may exit. The worker `lead` saves the model.
+
+    `stopped_at`: the script has stopped it after so many steps of training, for the reason `why`; -1: it has not.
+    """
 
     lead: str = ""
     stopped_at: int = -1
@@ -550,7 +552,7 @@ class Finished(AnyMessage, frozen=True):
 
 
 class Aborted(Shown, frozen=True):
-    """The job cannot continue."""
+    """The job cannot go on, and why."""
 
     reason: str
 

@@ -211,7 +211,7 @@ class View(msgspec.Struct, frozen=True):
     def port_parts(self) -> dict[str, float]:
         """The part of a worker's port that its link to each server gets: that of the bytes which go there, and at least
         an equal one. Where a link was slow, and its server has few shards for that, what the link carries now must show
-        (`core.plan.measured`)."""
+        (`MeasuredLinks`)."""
         shards, equal = Counter(self.primary.values()), 1 / max(1, len(self.servers))
         return {one.id: max(equal, shards[one.id] / max(1, len(self.primary))) for one in self.servers}
 

@@ -16,8 +16,8 @@ import msgspec
 
 from rallypoint.coordinator.fingerprints import FINGERPRINTS
 from rallypoint.coordinator.journal import JOURNAL, Journal
-from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.protocol import Aborted, Finished
 from rallypoint.core.typed import printable
 from rallypoint.errors import DataError, Explained, RallypointError, UsageError, to_resume
 from rallypoint.launch.kept_code import CODE, remove
@@ -127,10 +127,10 @@ def refuse_an_old_run(folder: Path, snapshots: str) -> None:
         return
     state = _journaled(folder)
     match None if state is None else state.last_word:
-        case FinishJob():
+        case Finished():
             what = f"a finished run{_of_steps(state)}"
             raise UsageError(f"{folder} holds {what}: choose another --folder, or --overwrite")
-        case Abort(reason=reason):
+        case Aborted(reason=reason):
             what = f"a run that failed ({reason})"
         case None:
             what = "an interrupted run"
@@ -161,7 +161,7 @@ def refuse_used_snapshots(snapshots: str) -> None:
 def refuse_a_finished_run(folder: Path) -> None:
     """Raise UsageError when the run in this folder is over: nothing is left to continue."""
     state = _journaled(folder)
-    if state is None or not isinstance(word := state.last_word, FinishJob):
+    if state is None or not isinstance(word := state.last_word, Finished):
         return
     export = f"`rallypoint export {shlex.quote(str(folder))} --to model.safetensors` writes its model"
     more = f"`{to_resume(folder)} --set steps=N`"

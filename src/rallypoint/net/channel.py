@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from rallypoint.core.protocol import Message, Refused, decode, encode, with_secrets
-from rallypoint.errors import CorruptFrame, LinkError, ProtocolError
+from rallypoint.errors import CorruptFrame, Explained, LinkError, ProtocolError
 from rallypoint.net.frames import HEADER_BYTES, LENT, Header, Kind, pack, unpack
 from rallypoint.net.handshake import LinkKeys, expand
 from rallypoint.net.transport import Connection, Lender, receive_bytes
@@ -327,10 +327,8 @@ class Channel:
         self._idle = True
         self.fault: Exception | None = None
         self._thread = threading.Thread(target=self._send_all, name=f"send to {name}", daemon=True)
-        try:
+        with Explained(LinkError, f"no thread can be started to send to {name}", of=(RuntimeError,)):
             self._thread.start()
-        except RuntimeError as error:
-            raise LinkError(f"no thread can be started to send to {name}: {error}") from None
 
     # ---- sending ----
 

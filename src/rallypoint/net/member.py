@@ -13,19 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rallypoint.core.protocol import (
-    Admitted,
-    Beat,
-    GiveUp,
-    Hello,
-    Knows,
-    Message,
-    NewView,
-    OfViews,
-    Refused,
-    Report,
-    ViewChange,
-)
+from rallypoint.core import protocol
+from rallypoint.core.protocol import Beat, Hello, Message, NewView, Refused
 from rallypoint.core.view import Member, View, WrongBase, apply, canonical
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError, UnprovenPeer
 from rallypoint.net.channel import Backlog, Channel
@@ -84,7 +73,7 @@ class LinkState:
 
     def __init__(self, me: Identity, on_admitted: Callable[[bool], None] | None) -> None:
         self.credentials, self.admitted, self._on_admitted = Credentials(me), me.role == "observer", on_admitted
-        self._knows, self._views = Knows(), ViewReceiver()  # the newest view; those of the connection
+        self._knows, self._views = protocol.Knows(), ViewReceiver()  # the newest view; those of the connection
         self._unsent: deque[Message] = deque()
         self._reports = LastReports()
         self._lock = threading.Lock()
@@ -118,19 +107,19 @@ class LinkState:
 
     def _take(self, message: Message) -> Message:
         """The message; a difference to a view has become the view. CorruptFrame: see `ViewReceiver`."""
-        if isinstance(message, ViewChange | NewView):
+        if isinstance(message, protocol.ViewChange | NewView):
             message = self._views.take(message)
             self.credentials.given(message.view, message.tickets)
             if self._knows.view is None or message.view.number > self._knows.view.number:
-                self._knows = Knows(message.view, message.proof)
+                self._knows = protocol.Knows(message.view, message.proof)
         return message
 
-    def _take_admission(self, admitted: Admitted) -> None:
+    def _take_admission(self, admitted: protocol.Admitted) -> None:
         before, incarnation = self.incarnation, admitted.incarnation
         self.credentials.admitted(incarnation, admitted.secret)
         with self._lock:
             if before and before != incarnation:
-                self._knows = Knows()
+                self._knows = protocol.Knows()
                 self._unsent.clear()  # sent by an incarnation that was given up
                 self._reports.forget()
             # First, because they are older than what waits
@@ -214,7 +203,7 @@ class CoordinatorLink(LinkState):
 
     def _has_to_explain(self) -> bool:
         with self._lock:
-            unsaid = any(isinstance(message, GiveUp) for message in self._unsent)
+            unsaid = any(isinstance(message, protocol.GiveUp) for message in self._unsent)
         return unsaid and threading.current_thread() is not self._thread
 
     # ---- joining ----
@@ -297,7 +286,7 @@ class CoordinatorLink(LinkState):
             self._corrupt.close()
             self._corrupt = None
 
-    def _take_admission(self, admitted: Admitted) -> None:
+    def _take_admission(self, admitted: protocol.Admitted) -> None:
         self._forget()
         super()._take_admission(admitted)
 
@@ -382,7 +371,7 @@ class CoordinatorLink(LinkState):
             if self._closed.is_set():
                 continue  # it is read for the stream's end, and nobody acts on it
             match message := self._take(message):
-                case Admitted():
+                case protocol.Admitted():
                     self._hand_over(message, lambda message=message: self._take_admission(message))  # type: ignore[misc]
                 case Refused(reason=reason, final=False) if self.incarnation:
                     raise LinkError(reason)  # given up by mistake: join again as a new member
@@ -407,16 +396,16 @@ class LastReports:
     """
 
     def __init__(self) -> None:
-        self._reports: list[Report] = []
+        self._reports: list[protocol.Report] = []
 
     def note(self, message: object) -> None:
         """The worker says this; what is no report is passed over."""
-        if isinstance(message, Report) and all(one.generation <= message.generation for one in self._reports):
+        if isinstance(message, protocol.Report) and all(one.generation <= message.generation for one in self._reports):
             same, first = message.generation, message.step - _REPORTED_STEPS + 1
             self._reports = [one for one in self._reports if one.generation == same and one.step >= first]
             self._reports.append(message)
 
-    def again(self, waiting: set[int]) -> list[Report]:
+    def again(self, waiting: set[int]) -> list[protocol.Report]:
         """The reports to say again, marked as such; not those that have not been sent yet: `waiting` are their ids."""
         return [msgspec.structs.replace(one, repeated=True) for one in self._reports if id(one) not in waiting]
 
@@ -433,7 +422,7 @@ class ViewReceiver:
     def __init__(self) -> None:
         self._last: NewView | None = None
 
-    def take(self, message: OfViews) -> NewView:
+    def take(self, message: protocol.OfViews) -> NewView:
         """The whole view, with all tickets that count.
 
         CorruptFrame if it is a difference that does not lead from the view before to another one: then make the

@@ -140,7 +140,7 @@ def names_of(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__weakref__", "__dict__"))
 
 
-FORMAT = 2
+FORMAT = 3
 LIMIT_BYTES = 64 << 20  # for one machine
 SUFFIX = ".recording"
 LENGTH = struct.Struct("<I")

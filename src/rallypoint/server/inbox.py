@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+
+import msgspec
 
 from rallypoint.core.protocol import Capture
 from rallypoint.core.shard import events
@@ -22,24 +23,21 @@ from rallypoint.store.record import ShardRecord
 # ---- from workers ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Linked:
+class Linked(msgspec.Struct, frozen=True):
     """A worker connected (again)."""
 
     channel: Channel
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
+class Gone(msgspec.Struct, frozen=True):
     """A connection from a worker or a server closed."""
 
     channel: Channel
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Followed:
+class Followed(msgspec.Struct, frozen=True):
     """A worker wants the newest version of every shard, and every later one."""
 
     channel: Channel
@@ -47,16 +45,14 @@ class Followed:
     header: Header
 
 
-@dataclass(frozen=True, slots=True)
-class UnfollowCame:
+class UnfollowCame(msgspec.Struct, frozen=True):
     """A worker wants no more versions."""
 
     channel: Channel
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
-class WantCame:
+class WantCame(msgspec.Struct, frozen=True):
     """A worker wants the parameters for a replica's next step."""
 
     channel: Channel
@@ -65,8 +61,7 @@ class WantCame:
     replica: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(msgspec.Struct, frozen=True):
     """A worker wants one version again."""
 
     channel: Channel
@@ -75,8 +70,7 @@ class Fetched:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class PullCame:
+class PullCame(msgspec.Struct, frozen=True):
     """A worker wants rows of a table's part, at a version that may not exist yet. `ids` is None: it wants words."""
 
     channel: Channel
@@ -84,8 +78,7 @@ class PullCame:
     ids: Ids | None
 
 
-@dataclass(frozen=True, slots=True)
-class Initial:
+class Initial(msgspec.Struct, frozen=True):
     """A worker uploaded the first version of a shard."""
 
     channel: Channel
@@ -93,8 +86,7 @@ class Initial:
     buffer: Buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
+class Pushed(msgspec.Struct, frozen=True):
     """A worker's contribution to a shard's step, with what the worker wants next."""
 
     channel: Channel
@@ -104,8 +96,7 @@ class Pushed:
     digest: bytes = b""  # of an audited contribution
 
 
-@dataclass(frozen=True, slots=True)
-class StateGiven:
+class StateGiven(msgspec.Struct, frozen=True):
     """A worker sent the codec state of a replica that it no longer computes, or a copy of one for a snapshot."""
 
     worker: str
@@ -113,8 +104,7 @@ class StateGiven:
     data: memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class StateRecalled:
+class StateRecalled(msgspec.Struct, frozen=True):
     """A worker that will compute a replica asks for its codec state."""
 
     channel: Channel
@@ -125,24 +115,21 @@ class StateRecalled:
 # ---- from other servers ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLinked:
+class PeerLinked(msgspec.Struct, frozen=True):
     """The link to another server is up."""
 
     peer: Member
     channel: Channel
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerLost(msgspec.Struct, frozen=True):
     """The link to another server is lost."""
 
     peer: str
     channel: Channel
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateCame:
+class UpdateCame(msgspec.Struct, frozen=True):
     """The primary's update of a shard of which this server is the backup."""
 
     channel: Channel
@@ -151,8 +138,7 @@ class UpdateCame:
     buffer: Buffer
 
 
-@dataclass(frozen=True, slots=True)
-class StateCame:
+class StateCame(msgspec.Struct, frozen=True):
     """The primary's whole state of a shard of which this server is the backup."""
 
     channel: Channel
@@ -161,8 +147,7 @@ class StateCame:
     number: ViewNumber
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceCame:
+class ChoiceCame(msgspec.Struct, frozen=True):
     """A primary told this backup which contributions make an update, in the order of adding."""
 
     channel: Channel
@@ -171,8 +156,7 @@ class ChoiceCame:
     replicas: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class QuestionCame:
+class QuestionCame(msgspec.Struct, frozen=True):
     """A primary asks this backup whether it holds the state whose digest is `sealed`."""
 
     channel: Channel
@@ -181,8 +165,7 @@ class QuestionCame:
     sealed: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class AckCame:
+class AckCame(msgspec.Struct, frozen=True):
     """A backup acknowledged a version, with the digest of what it holds."""
 
     peer: str
@@ -193,8 +176,7 @@ class AckCame:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(msgspec.Struct, frozen=True):
     """Another server sent its measures of a step."""
 
     step: int
@@ -205,46 +187,40 @@ class Told:
 # ---- from the coordinator, and from the server itself ----------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ViewCame:
+class ViewCame(msgspec.Struct, frozen=True):
     """The coordinator published a view."""
 
     view: View
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionCame:
+class AdmissionCame(msgspec.Struct, frozen=True):
     """The coordinator admitted this server. `new`: as a member that it did not know."""
 
     new: bool
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateMade:
+class UpdateMade(msgspec.Struct, frozen=True):
     """A thread has made an update of this shard, or failed."""
 
     shard: int
     made: Future[tuple[Buffer, int] | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(msgspec.Struct, frozen=True):
     """One shard was read from the snapshot that `generation` begins with."""
 
     record: ShardRecord
     generation: ViewNumber
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreFailed:
+class RestoreFailed(msgspec.Struct, frozen=True):
     """The snapshot that `generation` begins with cannot be read."""
 
     error: Exception
     generation: ViewNumber
 
 
-@dataclass(frozen=True, slots=True)
-class Wake:
+class Wake(msgspec.Struct, frozen=True):
     """Nothing happened, but there may be idle work. `done` is set when the owner reaches this event."""
 
     done: threading.Event | None = None

@@ -20,7 +20,7 @@ from rallypoint.core.audits import Audits
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard.clip import Measure
 from rallypoint.core.sums import Block, is_block, leaf_digest
-from rallypoint.errors import DamagedSnapshot, ProtocolError, RallypointError
+from rallypoint.errors import DamagedSnapshot, Explained, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, SKIP, Header, Kind
 from rallypoint.net.pool import Buffer, BufferPool
@@ -37,6 +37,7 @@ from rallypoint.store.record import ShardRecord, decode_record, read_state
 _LARGEST_NORM = 1e60  # of a vector of fp32 of any length
 _measures = msgspec.msgpack.Decoder(tuple[Measure, ...])
 _choice = msgspec.msgpack.Decoder(tuple[int, ...])
+_UNREADABLE = (msgspec.DecodeError, RecursionError)
 
 
 class FrameChecks:
@@ -136,10 +137,8 @@ class FrameChecks:
 
     def measures(self, header: Header, data: bytearray) -> tuple[Measure, ...]:
         """Decode measures; check that their step and shards are of the job."""
-        try:
+        with Explained(ProtocolError, "measures that cannot be read", of=_UNREADABLE):
             measures = _measures.decode(data)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ProtocolError(f"measures that cannot be read: {error}") from None
         if header.step >= self._job.config.rounds or any(m.shard not in self._job.plan.decides for m in measures):
             raise ProtocolError("measures of a step or of a shard that this job does not have")
         if any(norm < 0 or _LARGEST_NORM < norm < math.inf for m in measures for norm in m.norms):
@@ -149,10 +148,8 @@ class FrameChecks:
     def choice(self, header: Header, data: bytearray) -> tuple[int, ...]:
         """Decode a choice of contributions; check that it is a quorum of the job's replicas: of buffers one will do."""
         quorum = 1 if self.place(header).role == "buffers" else self._job.config.quorum
-        try:
+        with Explained(ProtocolError, "a choice of contributions that cannot be read", of=_UNREADABLE):
             replicas = _choice.decode(data)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ProtocolError(f"a choice of contributions that cannot be read: {error}") from None
         fits = all(0 <= replica < self._job.config.replicas for replica in replicas)
         once = len(set(replicas)) == len(replicas) == quorum
         if not (fits and once) or header.step >= self._job.config.rounds:
@@ -161,10 +158,8 @@ class FrameChecks:
 
     def record(self, header: Header, data: bytearray) -> ShardRecord:
         """Decode a shard's whole state; check that it fits the job's layout and optimizer."""
-        try:
+        with Explained(ProtocolError, "a shard's state that cannot be read", of=(DamagedSnapshot,)):
             state = decode_record(bytes(data))
-        except DamagedSnapshot as error:
-            raise ProtocolError(f"a shard's state that cannot be read: {error}") from None
         if state.shard != header.shard or not 0 <= state.shard < len(self._shards):
             raise ProtocolError(f"a state of shard {state.shard} under the name of shard {header.shard}")
         place = self._shards[state.shard]

@@ -51,8 +51,7 @@ class _Arrived:
     came: float = 0.0  # when; 0.0: nobody asks
 
 
-@dataclass(frozen=True, slots=True)
-class _Early:
+class _Early(msgspec.Struct, frozen=True):
     """A part of a sum that came before its turn: the bytes that count as held, and whose credit is kept back."""
 
     nbytes: int

@@ -7,8 +7,10 @@ for each format. `begin_from` makes a snapshot: what the job's servers would hol
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import pickle
 import shutil
 import time
 import uuid
@@ -23,6 +25,8 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from rallypoint.config import JobConfig, settings_of
 from rallypoint.config.resolve import parse
@@ -219,7 +223,7 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from rallypoint.store.restricted import MetadataReader
+    from rallypoint.store.checkpoints import MetadataReader
 
     reader = MetadataReader(folder)
     metadata = reader.read_metadata()
@@ -559,3 +563,66 @@ def _words(entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
     raw = tensor.detach().to(getattr(torch, entry.spec.dtype)).contiguous().view(-1).view(torch.uint8)
     words.view(torch.uint8)[: len(raw)] = raw
     return words
+
+
+# ---- Reads what is pickled in a folder of torch.distributed.checkpoint, with only the classes that it needs ----
+
+
+_OF_METADATA = "torch.distributed.checkpoint.metadata"
+_NEEDED = {
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    (_OF_METADATA, "BytesStorageMetadata"),
+    (_OF_METADATA, "ChunkStorageMetadata"),
+    (_OF_METADATA, "Metadata"),
+    (_OF_METADATA, "MetadataIndex"),
+    (_OF_METADATA, "StorageMeta"),
+    (_OF_METADATA, "TensorProperties"),
+    (_OF_METADATA, "TensorStorageMetadata"),
+    (_OF_METADATA, "_MEM_FORMAT_ENCODING"),
+}
+
+
+class _OnlyMetadata(pickle.Unpickler):
+    """An unpickler that knows the classes of the format's list of tensors, and no others."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        of_torch = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if of_torch or (module, name) in _NEEDED:
+            return super().find_class(module, name)
+        raise DataError(f"its list of tensors names {module}.{name}, which no such list needs: it is not read")
+
+
+class MetadataReader(FileSystemReader):
+    """Reads a folder. torch asks it for the list of tensors, so torch never unpickles that list itself."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(self._folder / ".metadata", "rb") as file:
+            metadata = _OnlyMetadata(file).load()
+        if not isinstance(metadata, Metadata):
+            raise DataError(f"its list of tensors is a {type(metadata).__name__}")
+        for about in metadata.storage_data.values():
+            if Path(about.relative_path).name != about.relative_path:
+                raise DataError("its list of tensors names files outside of its folder")
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        return metadata
+
+    def whole_number(self, metadata: Metadata, key: str) -> int:
+        """Return a Python int of the checkpoint. Raises DataError for anything else."""
+        about = metadata.storage_data[MetadataIndex(key)]
+        if not getattr(about, "transform_descriptors", None):
+            with open(self._folder / about.relative_path, "rb") as file:
+                file.seek(about.offset)
+                value = torch.load(io.BytesIO(file.read(about.length)), weights_only=True)
+            if type(value) is int:
+                return value
+        raise DataError(f"its {key} is neither a tensor nor a whole number")

@@ -16,7 +16,7 @@ from rallypoint.core.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import build_now
 from rallypoint.core.view import EarlyEnd
-from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, UsageError
+from rallypoint.errors import ConfigError, DamagedSnapshot, Explained, SnapshotError, UsageError
 
 Compression = Literal["none", "zstd", "zstd-planes"]
 
@@ -78,10 +78,9 @@ class Manifest(msgspec.Struct, frozen=True):
                 f"snapshot {self.id} is of a run whose learning rate an operator had changed, which this version of "
                 "Rallypoint does not know: go on with the version that wrote it, or from an earlier snapshot"
             )
-        try:
+        wrong = f"snapshot {self.id} is damaged: its job record is wrong"
+        with Explained(DamagedSnapshot, wrong, of=(msgspec.ValidationError,)):
             return kept_record(self.record, f"snapshot {self.id}")
-        except msgspec.ValidationError as error:
-            raise DamagedSnapshot(f"snapshot {self.id} is damaged: its job record is wrong: {error}") from None
 
     def missing(self) -> list[int]:
         return [shard.index for shard in self.job.layout.shards if shard.index not in self.shards]
@@ -161,12 +160,10 @@ def decode_manifest(data: bytes) -> Manifest:
     written, _, body = data.partition(b"\n")
     if written != checksum_of(body).encode():
         raise DamagedSnapshot("the manifest is not what was written (its checksum differs)")
-    try:
+    with Explained(DamagedSnapshot, "the manifest cannot be read", of=(msgspec.DecodeError, UnicodeDecodeError)):
         found = _formats.decode(body).format
         if found == FORMAT:
             return _sound(_manifests.decode(body))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DamagedSnapshot(f"the manifest cannot be read: {error}") from None
     raise SnapshotError(
         f"the snapshot is of format {found}, and this version of Rallypoint reads format {FORMAT}: "
         "use the version that wrote it"

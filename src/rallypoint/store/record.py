@@ -18,7 +18,7 @@ import zstandard
 
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
-from rallypoint.errors import ConfigError, DamagedSnapshot, ProtocolError, UsageError
+from rallypoint.errors import ConfigError, DamagedSnapshot, Explained, ProtocolError, UsageError
 from rallypoint.optim import state_names
 from rallypoint.store.manifest import Compression, most_bytes
 
@@ -151,10 +151,9 @@ def _read_head(view: memoryview) -> tuple[_RecordHead, int]:
     stop = _PREFIX.size + length
     if magic != _MAGIC or stop > len(view):
         raise DamagedSnapshot("these bytes do not begin as a shard record does")
-    try:
+    errors = (msgspec.DecodeError, UnicodeDecodeError)
+    with Explained(DamagedSnapshot, "the head of a shard record cannot be read", of=errors):
         return _heads.decode(view[_PREFIX.size : stop]), stop
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DamagedSnapshot(f"the head of a shard record cannot be read: {error}") from None
 
 
 def _little_endian(name: str, array: Array) -> Array:
@@ -201,13 +200,12 @@ def _restore(stored: _Stored, payload: memoryview, compression: Compression) -> 
 
 def _inflate(name: str, payload: memoryview, nbytes: int) -> bytes:
     """Decompress one zstd frame of exactly `nbytes`: checked before memory is allocated for it."""
-    try:
+    cannot = f"array {name} of a shard record cannot be decompressed"
+    with Explained(DamagedSnapshot, cannot, of=(zstandard.ZstdError,)):
         promised = zstandard.get_frame_parameters(payload).content_size
         if promised != nbytes or nbytes > MAX_ARRAY_BYTES:
             raise DamagedSnapshot(f"array {name} of a shard record would have {promised} bytes instead of {nbytes}")
         return zstandard.ZstdDecompressor().decompress(payload, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise DamagedSnapshot(f"array {name} of a shard record cannot be decompressed: {error}") from None
 
 
 MASTER = "master"
@@ -220,10 +218,8 @@ def read_state(data: bytes | bytearray | memoryview, shard: Shard, version: int,
     It holds parameters and moments as fp32, one value for each word; for a user's own optimizer its state as bytes.
     Raises ProtocolError when the data is anything else (I9).
     """
-    try:
+    with Explained(ProtocolError, "a shard's state that cannot be read", of=(DamagedSnapshot,)):
         record = decode_record(bytes(data), most_bytes(shard.words, 0))
-    except DamagedSnapshot as error:
-        raise ProtocolError(f"a shard's state that cannot be read: {error}") from None
     if (record.shard, record.version) != (shard.index, version):
         raise ProtocolError(
             f"a state of shard {record.shard} at version {record.version} under the name of {shard.index} at {version}"

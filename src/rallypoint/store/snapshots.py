@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
+from rallypoint.errors import ConfigError, DamagedSnapshot, Explained, SnapshotError, SnapshotFailed, UsageError
 from rallypoint.store.files import Chunk, Files, StoreSilent, read_again
 from rallypoint.store.manifest import (
     Compression,
@@ -189,10 +189,8 @@ class SnapshotStore:
                 f"snapshot {manifest.id} lacks {len(missing)} shards (the first is {missing[0]}) and is not committed"
             )
         data = encode_manifest(manifest)
-        try:
+        with Explained(SnapshotFailed, f"snapshot {manifest.id} is not committed", of=(SnapshotError,)):
             decode_manifest(data)  # a manifest that cannot be read again must not become the newest snapshot
-        except SnapshotError as error:
-            raise SnapshotFailed(f"snapshot {manifest.id} is not committed: {error}") from None
         self._put(manifest.id, f"{manifest.id}/{_MANIFEST}", data)
         other = self.latest() or manifest.id
         if after not in ("", other) and order(other)[1] > order(manifest.id)[1]:  # it was paused, or cut off

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rallypoint.config import JobConfig, Settings, group_of, matrices_of, ranks_of, settings_of
 from rallypoint.core.layout import DTYPE_BYTES, Entry, Layout, Shard, TensorSpec, build_layout, carried_by
-from rallypoint.core.modes import Feature, why_not
+from rallypoint.core.modes import Feature
+from rallypoint.core.modes.table import why_not
 from rallypoint.core.optimizer import ENTRY
 from rallypoint.core.typed import named
 from rallypoint.errors import ConfigError, ModelError, UsageError

@@ -5,8 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rallypoint.core.plan.candidates import Judgement, Machines, PlannedCodec, candidates_for
-from rallypoint.core.plan.peers import Ring, ddp_cost, fsdp_cost, ring_bytes
+from rallypoint.core.plan.candidates import (
+    Judgement,
+    Machines,
+    PlannedCodec,
+    Ring,
+    candidates_for,
+    ddp_cost,
+    fsdp_cost,
+    ring_bytes,
+)
 from rallypoint.core.plan.site import PAYLOAD, Rates, Workers
 from rallypoint.core.plan.workload import Layer, Workload, transformer
 

@@ -18,10 +18,10 @@ import msgspec
 
 from rallypoint.core.audits import Audits, computing
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Effect, Refuse
+from rallypoint.core.cluster.effects import Effect, Refuse
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.succession import Succession
-from rallypoint.core.protocol import AuditFound, Say
+from rallypoint.core.protocol import Aborted, AuditFound, Say
 from rallypoint.core.shard.audited import MOST
 from rallypoint.core.typed import named
 from rallypoint.core.view import Dispute, Member, View
@@ -68,7 +68,7 @@ class Auditing:
             return []  # it is over: somebody has computed a later step. Or the job has no such step
         name = f"step {found.step}, replica {found.replica} (shard {found.shard})"
         if len(found.others) > 2:
-            return self.course.end(Abort(
+            return self.course.end(Aborted(
                 f"audit: {_named(found.others, view)} have each computed something else for {name}, so nobody knows "
                 "which is right: compare these machines with `rallypoint doctor`, and replay the step"
             ))  # fmt: skip
@@ -112,7 +112,7 @@ class Auditing:
         if self._action == "tell":
             new = self._is_new("nobody", dispute.step, dispute.replica)
             return [Say(f'{nobody}: its owner\'s contribution is used (audit_action="tell")')] if new else []
-        return self.course.end(Abort(
+        return self.course.end(Aborted(
             f"{nobody}, and audit_action={self._action!r} applies nothing that is in doubt: use three workers or more, "
             "and compare these two with `rallypoint doctor`"
         ))  # fmt: skip
@@ -134,7 +134,7 @@ class Auditing:
                 f"agree, and {_named([loser], view)} has computed something else; it was not applied"
             )
             if self._action == "stop":
-                return [*said, *self.course.end(Abort(f'{why} (audit_action="stop")'))]
+                return [*said, *self.course.end(Aborted(f'{why} (audit_action="stop")'))]
             said.append(Say(why))
             if self._action == "drain" and loser in self.course.members.workers:
                 gone = "it has computed other bytes than two others: look at its machine before it takes part again"

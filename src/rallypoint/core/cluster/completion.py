@@ -13,14 +13,14 @@ import msgspec
 
 from rallypoint.core import protocol
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Effect, FinishJob, Note
+from rallypoint.core.cluster.effects import Effect, Note
 from rallypoint.core.cluster.evaluations import awaits_evaluation, lost_evaluations
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.modes import Feature
 from rallypoint.core.order import stream_unread
-from rallypoint.core.protocol import Say
+from rallypoint.core.protocol import Aborted, Finished, Say
 from rallypoint.core.view import EarlyEnd, ViewNumber
 
 
@@ -81,7 +81,7 @@ class Completion:
             return []
         if (version := max(left)) >= course.known:
             return self._ends_with(msgspec.structs.replace(stop, version=version))
-        return course.end(Abort(
+        return course.end(Aborted(
             f"{stop.reason} ({stop.worker}), and so have all other workers, in the middle of a step or before the job "
             "went back to a snapshot: call run.stop() instead, and let the loop end by itself"
         ))
@@ -133,7 +133,7 @@ class Completion:
         stop, at = course.views.orders.stop, course.record.steps_at(course.last)
         lead = lead if lead in able else min(able)
         effects += [Say(text) for text in (course.tuning.unfinished(course.record), self._unread()) if text]
-        return [*effects, *course.end(FinishJob(lead) if stop is None else FinishJob(lead, at, stop.reason))]
+        return [*effects, *course.end(Finished(lead) if stop is None else Finished(lead, at, stop.reason))]
 
     def _unread(self) -> str:
         """A sentence, if the job's steps have ended it and not the stream that it was to read to its end."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rallypoint.core.cluster.effects import Abort, Effect, FinishJob, Refuse
+from rallypoint.core.cluster.effects import Effect, Refuse
 from rallypoint.core.cluster.evaluations import EvaluationLedger
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.recovery import ServersHoldState, WorkersHoldState
@@ -21,6 +21,7 @@ from rallypoint.core.placing.links import MeasuredLinks
 from rallypoint.core.placing.pinned import Lately, pins_after
 from rallypoint.core.plan.failures import TunedPeriod
 from rallypoint.core.plan.tuning import Tuning
+from rallypoint.core.protocol import Aborted, Finished
 from rallypoint.core.view import View, ViewNumber, holds
 
 # ---- Chooses the strategies of a job from its mode. No other file of `core/cluster` reads the mode's description ----
@@ -124,7 +125,7 @@ class Course:
     witnesses: set[str] = field(default_factory=set)
     workers_max: int = 1
     revision: int = 0
-    last_word: FinishJob | Abort | None = None
+    last_word: Finished | Aborted | None = None
     failing: Failing | None = None
     now: float = 0.0
     members: Membership = field(default_factory=Membership)
@@ -160,7 +161,7 @@ class Course:
         """Raise `revision`: something has changed that the next coordinator needs."""
         self.revision += 1
 
-    def end(self, word: FinishJob | Abort) -> list[Effect]:
+    def end(self, word: Finished | Aborted) -> list[Effect]:
         """End the job with this last word. Returns the effects to run."""
         self.phase, self.last_word = Phase.OVER, word
         self.changed()

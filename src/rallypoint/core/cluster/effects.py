@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
-from rallypoint.core.protocol import Capture, Held, Message, Say, SnapshotEvery
+from rallypoint.core.protocol import Aborted, Capture, Finished, Held, Message, Say, SnapshotEvery
 from rallypoint.core.view import View
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True):
     """Tell this member why it cannot take part (any more), then close its connection."""
 
     member: str
@@ -19,8 +16,7 @@ class Refuse:
     final: bool = False  # it would be refused again
 
 
-@dataclass(frozen=True, slots=True)
-class SendTo:
+class SendTo(msgspec.Struct, frozen=True):
     """Send a message to this member: the job's record, a straggler's replica, or that a server may go as it was told.
     """
 
@@ -28,61 +24,39 @@ class SendTo:
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(msgspec.Struct, frozen=True):
     """Tell this member its incarnation."""
 
     member: str
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class PublishView:
+class PublishView(msgspec.Struct, frozen=True):
     """Send the view to these members."""
 
     view: View
     members: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(msgspec.Struct, frozen=True):
     """All parts are stored: write the manifest."""
 
     snapshot: str
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class FindSnapshot:
-    """Look for the newest usable snapshot; the event `Found` is the answer."""
+class FindSnapshot(msgspec.Struct, frozen=True):
+    """Look for the newest usable snapshot; the event `Origin` is the answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """Write a sentence into the event log only."""
 
     text: str
 
 
-class FinishJob(msgspec.Struct, frozen=True, tag=True):
-    """Tell all members that the job has finished. The worker `lead` saves the model.
-
-    `stopped_at`: the script has stopped it after so many steps of training, for the reason `why`; -1: it has not.
-    """
-
-    lead: str
-    stopped_at: int = -1
-    why: str = ""
-
-
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Tell all members that the job cannot go on, and why."""
-
-    reason: str
-
-
 Effect = (
-    Refuse | SendTo | Admit | PublishView | Capture | Commit | FindSnapshot | Note | FinishJob | Abort
+    Refuse | SendTo | Admit | PublishView | Capture | Commit | FindSnapshot | Note | Finished | Aborted
     | Say | Held | SnapshotEvery
 )  # fmt: skip
 # (`Capture` goes to its writers, the other messages to all observers)

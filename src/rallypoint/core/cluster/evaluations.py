@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rallypoint.core.cluster.effects import Abort, Effect, Note, Refuse
+from rallypoint.core.cluster.effects import Effect, Note, Refuse
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.decisions import Decided, Rules, StopWhen, is_due
 from rallypoint.core.modes import Feature
-from rallypoint.core.protocol import Evaluated, Evaluates, Say
+from rallypoint.core.protocol import Aborted, Evaluated, Evaluates, Say
 from rallypoint.core.view import Lease, View
 
 if TYPE_CHECKING:
@@ -349,7 +349,7 @@ class Decisions:
         if course.phase is Phase.OVER:
             return []
         if not course.begun or course.has_a_part(worker):
-            return course.end(Abort(why))
+            return course.end(Aborted(why))
         return self._refuse(worker, why, left)
 
     def _refuse(self, worker: str, why: str, left: Callable[[str, str], list[Effect]]) -> list[Effect]:

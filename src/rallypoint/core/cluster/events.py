@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
-from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.decisions import Decided
-from rallypoint.core.protocol import Message
-from rallypoint.core.view import EarlyEnd, Member, ViewNumber
+from rallypoint.core.cluster.state import ClusterState, Origin
+from rallypoint.core.protocol import Message, NotStored, Pause, Release, Resize, Snapshotted, SnapshotWanted
+from rallypoint.core.view import Member, ViewNumber
 
 
-@dataclass(frozen=True, slots=True)
-class TookOver:
+class TookOver(msgspec.Struct, frozen=True):
     """Members of an earlier coordinator have said what they know: go on from this state; None: from the journal's.
 
     It comes before all other events, or not at all. `complete`: no view had an effect that nobody has told of.
@@ -21,16 +19,14 @@ class TookOver:
     complete: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Outrun:
+class Outrun(msgspec.Struct, frozen=True):
     """A member knows a newer view of an earlier coordinator than the one from which this coordinator went on."""
 
     member: str
     number: ViewNumber
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(msgspec.Struct, frozen=True):
     """A process connected; `member.incarnation` is what it was given before, 0 if it knows of none.
 
     `process` is a name that no other process has: it may have been admitted, and its connection have broken before it
@@ -42,16 +38,14 @@ class Joined:
     process: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class From:
+class From(msgspec.Struct, frozen=True):
     """A member's message: it is the machine's event as it stands, once `coordinator.claims` has believed it."""
 
     member: str
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(msgspec.Struct, frozen=True):
     """A worker has computed a replica of `step` in `seconds`, in that generation; the time is `now`, in seconds."""
 
     worker: str
@@ -62,16 +56,14 @@ class Computed:
     now: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(msgspec.Struct, frozen=True):
     """A member's process closed its connection, or has ended; `reason` says why, as far as known."""
 
     member: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unlinked:
+class Unlinked(msgspec.Struct, frozen=True):
     """A member's connection broke, and its process may live: the network does not carry. Or (`reset`) its system, which
     had answered until then, has reset it: a dead process's system does that."""
 
@@ -80,15 +72,13 @@ class Unlinked:
     reset: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True):
     """A member sent a sign of life."""
 
     member: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """The time is `now`, in seconds of a clock that never goes back.
 
     Attributes:
@@ -99,32 +89,7 @@ class Tick:
     replaced: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Resized:
-    """From now on at most `workers` workers compute."""
-
-    workers: int
-
-
-@dataclass(frozen=True, slots=True)
-class Paused:
-    """The operator pauses the job (`on`), or lets it go on."""
-
-    on: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotOrdered:
-    """A user asks for a snapshot."""
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """A user lets the job end although its last version is in no snapshot."""
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
+class Captured(msgspec.Struct, frozen=True):
     """The member `server` (a server, or a worker under AllReduce) has stored these shards of a snapshot."""
 
     server: str
@@ -132,38 +97,12 @@ class Captured:
     shards: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotLost:
-    """A member could not store its part of a snapshot, or the manifest could not be written."""
-
-    snapshot: str
-    reason: str
-    passed: int = -1  # the version of a shard that was past the snapshot's version already; else -1
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A snapshot is complete and durable."""
-
-    snapshot: str
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotFound:
-    """The answer to `FindSnapshot`: the newest usable snapshot; "" if there is none.
-
-    It knows the job's early end, and what was decided from evaluations of versions up to it.
-    """
-
-    snapshot: str
-    version: int = -1
-    stop: EarlyEnd | None = None
-    decided: Decided = field(default_factory=Decided)
-
-
 Event = (
-    From | Joined | Computed | Left | Unlinked | Heard | Tick | Resized | SnapshotOrdered | Captured | SnapshotLost
-    | Committed | SnapshotFound | TookOver | Outrun | Released | Paused
+    From | Joined | Computed | Left | Unlinked | Heard | Tick | Resize | SnapshotWanted | Captured | NotStored
+    | Snapshotted | Origin | TookOver | Outrun | Release | Pause
 )  # fmt: skip
+
+# (`Resize`, `Pause`, `SnapshotWanted` and `Release` come from an operator. `NotStored`: a member could not store its
+# part, or the manifest could not be written)
 
 OFTEN = (Heard, Computed)  # these come all the time

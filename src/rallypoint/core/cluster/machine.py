@@ -18,15 +18,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rallypoint.core import protocol
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.auditing import Auditing, probed
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course, check_course, uploads
-from rallypoint.core.cluster.effects import Abort, Admit, Effect, FinishJob, PublishView, Refuse, SendTo
+from rallypoint.core.cluster.effects import Admit, Effect, PublishView, Refuse, SendTo
 from rallypoint.core.cluster.evaluations import Decisions
 from rallypoint.core.cluster.operator import follow, waiting_for
 from rallypoint.core.cluster.reach import Reach, Silence, disagrees, disproved, set_apart, take_beat
-from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
+from rallypoint.core.cluster.state import ClusterState, Origin, Phase, Resumed
 from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
 from rallypoint.core.cluster.storing.snapshots import Snapshots, begin_from
@@ -35,25 +36,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.placing.assigner import Assigner
-from rallypoint.core.protocol import (
-    Applied,
-    AuditFound,
-    Beat,
-    CaughtUp,
-    Disproved,
-    Done,
-    Evaluated,
-    Evaluates,
-    GiveUp,
-    Leaving,
-    Message,
-    Prepare,
-    Propose,
-    Reached,
-    Say,
-    Stop,
-    Unrestored,
-)
+from rallypoint.core.protocol import Aborted, Applied, Beat, Finished, GiveUp, Message, Propose, Say
 from rallypoint.core.view import Member, View
 
 
@@ -152,7 +135,7 @@ class ClusterMachine:
         return self.course.view
 
     @property
-    def last_word(self) -> FinishJob | Abort | None:
+    def last_word(self) -> Finished | Aborted | None:
         return self.course.last_word
 
     @property
@@ -211,14 +194,14 @@ class ClusterMachine:
                 return self._joined(event)
             case events.From(member=member, message=message):
                 return self._told(member, message)
-            case events.Resized() | events.Paused():
+            case protocol.Resize() | protocol.Pause():
                 return self._succession.advance() if follow(course, event) else []
             case events.Left(member=member, reason=reason):
                 return self._left(member, reason)
             case events.Unlinked(member=member, reason=reason, reset=reset):
                 if member in course.members:
                     course.members.unlinked(member, reason if reset else "")
-            case events.SnapshotFound():
+            case Origin():
                 return self._succession.found(event)
             case events.TookOver(state=state, complete=complete):
                 course.views.complete = complete
@@ -241,22 +224,22 @@ class ClusterMachine:
                 return self._completion.advance()
             case Propose():
                 return self._proposal(member, message)
-            case Disproved():
+            case protocol.Disproved():
                 return disproved(member, message, course, self._left)
-            case AuditFound():
+            case protocol.AuditFound():
                 return self._auditing.handle(member, message, self._left)
-            case CaughtUp() | Reached():
+            case protocol.CaughtUp() | protocol.Reached():
                 return self._succession.noted(member, message)
-            case Leaving():
+            case protocol.Leaving():
                 course.members.leaving |= {member} & (course.members.workers.keys() | course.members.servers.keys())
                 return [*self._succession.advance(), *self._succession.dismiss()]
-            case Done() | Stop():
+            case protocol.Done() | protocol.Stop():
                 return self._completion.handle(member, message)
-            case Evaluates() | Evaluated():
+            case protocol.Evaluates() | protocol.Evaluated():
                 return self._decisions.handle(member, message, self._left)
             case GiveUp():
                 return self._failed(member, message)
-            case Unrestored():
+            case protocol.Unrestored():
                 return self._succession.unrestored(member, message)
             case _:
                 raise AssertionError(f"a message that nobody takes: {message}")
@@ -275,7 +258,7 @@ class ClusterMachine:
         course.recovery.gone(member.id)  # the state that a process of this id had is gone with that process
         effects.append(Admit(member.id, members.join(member, role, event.process)))
         if role != "worker" and course.record is not None and course.phase is not Phase.GATHERING:
-            effects.append(SendTo(member.id, Prepare(course.record)))
+            effects.append(SendTo(member.id, protocol.Prepare(course.record)))
         effects += course.dismiss_aggregators()
         if course.phase is Phase.GATHERING:
             return [*effects, *self._begin_when_gathered()]
@@ -295,7 +278,7 @@ class ClusterMachine:
         effects: list[Effect] = [Admit(member.id, member.incarnation)]
         proposes = course.phase is Phase.GATHERING or member.id in course.members.workers
         if course.record is not None and not proposes:
-            effects.append(SendTo(member.id, Prepare(course.record)))
+            effects.append(SendTo(member.id, protocol.Prepare(course.record)))
         if self.view is not None and course.phase is not Phase.GATHERING:  # else the next view begins the job anew
             effects.append(PublishView(self.view, (member.id,)))
             effects += self._succession.advance()  # while it was away, nothing moved
@@ -311,7 +294,7 @@ class ClusterMachine:
         elif (why := disagreement(course.record, record)) is not None:
             return disagrees(worker, why, course, self._left)
         if course.phase is Phase.GATHERING and (refused := record.refusal_of(self.terms.features)):
-            return course.end(Abort(refused))
+            return course.end(Aborted(refused))
         if worker in members.proposed:
             return []
         news = probed(worker, said.kernels, course)
@@ -326,7 +309,7 @@ class ClusterMachine:
         refused, begins = course.dismiss_aggregators(), self._succession.begin()
         if course.phase is Phase.GATHERING:
             return [*refused, *begins]  # all who could begin are leaving: nobody is sent the record, it may be dropped
-        prepare = [SendTo(member, Prepare(course.job)) for member in (*members.servers, *members.aggregators)]
+        prepare = [SendTo(member, protocol.Prepare(course.job)) for member in (*members.servers, *members.aggregators)]
         return [*refused, *prepare, *begins]
 
     def _left(self, member: str, reason: str) -> list[Effect]:

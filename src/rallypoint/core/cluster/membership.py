@@ -105,17 +105,11 @@ class Membership:
 
     def remove(self, id: str) -> None:
         """Remove the member and all that is known of it."""
-        self.workers.pop(id, None)
-        self.servers.pop(id, None)
-        self.aggregators.pop(id, None)
-        self.proposed.pop(id, None)
-        self.resets.pop(id, None)
-        self.says_done.pop(id, None)
-        self.left.pop(id, None)
+        here = (self.workers, self.servers, self.aggregators)
+        for known in (*here, self.proposed, self.resets, self.says_done, self.left, self._heard, self._processes):
+            known.pop(id, None)
         for members in (self.leaving, self.done, self.awaited):
             members.discard(id)
-        self._heard.pop(id, None)
-        self._processes.pop(id, None)
 
     @property
     def staying(self) -> dict[str, Member]:

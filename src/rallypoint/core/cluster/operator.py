@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.evaluations import awaits_evaluation, holds_back
-from rallypoint.core.cluster.events import Paused, Resized
 from rallypoint.core.cluster.state import Phase, awaited
 from rallypoint.core.cluster.storing.snapshots import Snapshots
+from rallypoint.core.protocol import Pause, Resize
 
 
 def may_pause(course: Course) -> str:
@@ -25,12 +25,12 @@ def may_pause(course: Course) -> str:
     return "the job is at its last step" if course.known + 1 >= course.last else ""
 
 
-def follow(course: Course, event: Resized | Paused) -> bool:
+def follow(course: Course, event: Resize | Pause) -> bool:
     """Note an order for the next view. Returns False if it changes nothing."""
     match event:
-        case Resized(workers=workers):
+        case Resize(workers=workers):
             course.workers_max = max(1, workers)
-        case Paused(on=on):
+        case Pause(on=on):
             if on and may_pause(course):
                 return False
             before = course.views.orders

@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Effect, Refuse
+from rallypoint.core.cluster.effects import Effect, Refuse
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.terms import LIVING_S
 from rallypoint.core.placing.view_change import surviving_primaries
-from rallypoint.core.protocol import Beat, Disproved, Say
+from rallypoint.core.protocol import Aborted, Beat, Disproved, Say
 
 STALLED = 3.0  # heartbeats without progress
 MISSED = 1.5  # heartbeats for which a peer could not be reached: a link that comes back sooner is no reason
@@ -403,7 +403,7 @@ def disagrees(worker: str, why: str, course: Course, left: Callable[[str, str], 
     other = min(members.proposed, default="the job")
     sentence = f"{worker} on {host} brought {why} ({worker} is here, {other} is there)"
     if course.phase is Phase.GATHERING:
-        return course.end(Abort(sentence))
+        return course.end(Aborted(sentence))
     said: list[Effect] = [Refuse(worker, sentence, final=True), Say(f"refused: {sentence}")]
     if worker in members.proposed:  # it takes part, and has proposed the job's record before
         return [*said, *left(worker, "it has proposed another job")]

@@ -45,7 +45,7 @@ class ServersHoldState:
     """
 
     reached: dict[str, int] = field(default_factory=dict)
-    no_snapshot: str = NO_SNAPSHOT  # the reason of the Abort when the state is lost and there is no snapshot
+    no_snapshot: str = NO_SNAPSHOT  # why the job ends, if the state is lost and there is no snapshot
     workers_end_it: bool = False  # True if a worker that joins can end a recovery; a server always can
     workers_store: bool = False  # True if workers write snapshots instead of servers
 

@@ -6,11 +6,11 @@ import enum
 
 import msgspec
 
-from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
+from rallypoint.core.protocol import Aborted, Finished
 from rallypoint.core.typed import HasSent
 from rallypoint.core.view import EarlyEnd, View
 
@@ -48,20 +48,22 @@ class Failing(msgspec.Struct, frozen=True):
     sent: HasSent = "none"
 
     @property
-    def word(self) -> Abort:
+    def word(self) -> Aborted:
         """What everybody is told at the end."""
-        return Abort(f"{self.member}: {self.reason}")
+        return Aborted(f"{self.member}: {self.reason}")
 
 
 class Origin(msgspec.Struct, frozen=True):
     """The snapshot with which a job begins, of this `version`: ``NAME`` in the job's own store, or ``URL/NAME``.
+
+    As an event it is the answer to `FindSnapshot`: the newest usable snapshot; "" if there is none.
 
     `stop`: the job's early end, if the script of the run before had said it before the snapshot was complete.
     `decided`: what was decided from evaluations of versions up to this one.
     """
 
     snapshot: str
-    version: int
+    version: int = -1
     stop: EarlyEnd | None = None
     decided: Decided = Decided()
 
@@ -103,7 +105,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     begun: bool
     furthest: int
     workers_max: int
-    last_word: FinishJob | Abort | None = None
+    last_word: Finished | Aborted | None = None
     state_holders: dict[str, int] = {}
     failing: Failing | None = None
     results: dict[int, dict[str, float] | None] = {}
@@ -123,7 +125,7 @@ def begun_by(state: ClusterState | None, command: str) -> bool:
     A coordinator that the same command starts goes on with that job, and not from the snapshot. After a failure whoever
     gives the command again means the snapshot.
     """
-    return state is not None and state.begun_by == command != "" and not isinstance(state.last_word, Abort)
+    return state is not None and state.begun_by == command != "" and not isinstance(state.last_word, Aborted)
 
 
 NO_SERVER = (

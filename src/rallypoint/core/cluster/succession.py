@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Effect, FindSnapshot, Note, PublishView, SendTo
+from rallypoint.core.cluster.effects import Effect, FindSnapshot, Note, PublishView, SendTo
 from rallypoint.core.cluster.evaluations import lease_noted, rolled_back, wanted_lease
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker
-from rallypoint.core.cluster.state import NO_SERVER, Phase
+from rallypoint.core.cluster.state import NO_SERVER, Origin, Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.placing.assigner import Assigner
 from rallypoint.core.placing.links import said_of
 from rallypoint.core.placing.pinned import pinned_assignments, pins_after
 from rallypoint.core.placing.view_change import says_nothing_new
-from rallypoint.core.protocol import Assist, CaughtUp, Finished, Reached, Say, Unrestored
+from rallypoint.core.protocol import Aborted, Assist, CaughtUp, Finished, Reached, Say, Unrestored
 from rallypoint.core.view import Assignment, View, holds
 
 # What follows for the next view from what workers say of the versions that they hold: see `placing.handover`.
@@ -300,27 +300,25 @@ class Succession:
         self._damaged = (view.origin, self.course.furthest + 1, f"{server} cannot go on: {said.reason}")
         return self.recover(why=f"{server} cannot go on from snapshot {view.origin}: {said.reason}")
 
-    def found(self, event: events.SnapshotFound) -> list[Effect]:
+    def found(self, event: Origin) -> list[Effect]:
         """Begin a new generation from the snapshot that was found; end the job if there is none."""
         course = self.course
         if course.phase is not Phase.RECOVERING or not course.members.servers:
             return []
         origin = course.origin
         if origin is not None and event.snapshot == ("" if origin.is_elsewhere else origin.snapshot):  # no other is yet
-            event = events.SnapshotFound(origin.snapshot, origin.version, origin.stop, origin.decided)
+            event = origin
         if event.snapshot == "":
             if course.furthest >= 0 or course.applied >= 0 or origin is not None:
-                return course.end(Abort(course.recovery.no_snapshot))
+                return course.end(Aborted(course.recovery.no_snapshot))
             course.phase, course.begun = Phase.RUNNING, False  # nothing is computed: the first weights come once more
             return self.new_generation("")
         snapshot, version, why = self._damaged
         if event.snapshot == snapshot or event.version > version >= 0:
             # Only that server sees the damage; or there are later ones, of another course than the one resumed
-            return course.end(Abort(why))
+            return course.end(Aborted(why))
         course.phase, self._damaged = Phase.RUNNING, _UNDAMAGED
-        said = Say(
-            f"going on from snapshot {event.snapshot}: version {event.version}{_lost(course, event.version)}"
-        )
+        said = Say(f"going on from snapshot {event.snapshot}: version {event.version}{_lost(course, event.version)}")
         course.furthest = event.version - 1
         course.views.order(stop=course.views.orders.stop or event.stop)  # the journal may have had no room for it
         course.evaluations.go_back_to(event.decided)

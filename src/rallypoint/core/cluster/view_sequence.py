@@ -11,22 +11,11 @@ import msgspec
 
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.layout import Shard
+from rallypoint.core.placing import view_change
 from rallypoint.core.placing.pinned import nearest_aggregators
 from rallypoint.core.placing.placement import place, place_backups
 from rallypoint.core.placing.uplinks import Situation, Uplinks
-from rallypoint.core.placing.view_change import (
-    Placing,
-    carried,
-    contributing,
-    contributors,
-    first_homes,
-    homings,
-    incomings,
-    pairings,
-    rebalanced,
-    still_caught_up,
-    surviving_primaries,
-)
+from rallypoint.core.placing.view_change import Placing, contributing, contributors, first_homes, still_caught_up
 from rallypoint.core.view import Assignment, Member, StandingOrders, View, ViewNumber
 
 Aggregation: TypeAlias = Callable[..., dict[str, str]]
@@ -140,7 +129,7 @@ class ViewSequence:
         """
         assert self.view is not None
         before, servers = msgspec.structs.replace(self.view, speeds=self._speeds(members)), members.servers
-        surviving = surviving_primaries(before, servers, self.caught_up)
+        surviving = view_change.surviving_primaries(before, servers, self.caught_up)
         if surviving is None:
             return None
         away = not self.replication or not members.awaited.isdisjoint(servers)
@@ -150,10 +139,10 @@ class ViewSequence:
             settled=settled,
         )  # fmt: skip
         known = before, surviving, shards, servers, self.caught_up, self.replication
-        primary, backup, incoming = rebalanced(*known, how)
+        primary, backup, incoming = view_change.rebalanced(*known, how)
         stays = primary != surviving and moves_before is not None
         if stays:
-            primary, backup, incoming = rebalanced(*known, replace(how, stay=True))
+            primary, backup, incoming = view_change.rebalanced(*known, replace(how, stay=True))
         orders = msgspec.structs.replace(
             self.orders, handover=moves_before if stays else None, warming=tuple(warming), ending=ending
         )
@@ -162,8 +151,9 @@ class ViewSequence:
             assignments=assignments, primary=primary, backup=backup, gaps=self._gaps(before), orders=orders,
             **self._aggregation(members, assignments),
         )  # fmt: skip
-        view = msgspec.structs.replace(view, incoming=incomings(view, before, incoming))
-        return self._completed(view, before, carried(view, before, self.caught_up, self.arrived) if settled else set())
+        view = msgspec.structs.replace(view, incoming=view_change.incomings(view, before, incoming))
+        whole = view_change.carried(view, before, self.caught_up, self.arrived) if settled else set()
+        return self._completed(view, before, whole)
 
     def forgetting(self, view: View) -> View:
         """`view`, which follows the one in force, with those contributors only that the two assign something to."""
@@ -240,10 +230,9 @@ class ViewSequence:
     def _completed(self, view: View, before: View | None, whole: AbstractSet[int] = frozenset()) -> View:
         """The view with all that follows from it and from the one before, in the same generation. `whole`: see
         `pairings`."""
+        paired, homed = view_change.pairings(view, before, whole), view_change.homings(view, before)
         may = contributors(view, before, self._contributing)
-        return msgspec.structs.replace(
-            view, paired=pairings(view, before, whole), homed=homings(view, before), contributors=may
-        )
+        return msgspec.structs.replace(view, paired=paired, homed=homed, contributors=may)
 
     def _next_number(self) -> ViewNumber:
         return ViewNumber(self.epoch, self._last.count + 1 if self._last.epoch == self.epoch else 1)

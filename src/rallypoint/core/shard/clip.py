@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -42,16 +42,14 @@ class Measure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     loss_scale: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(msgspec.Struct, frozen=True):
     """Send these measures of `step` to every other server."""
 
     step: int
     measures: tuple[Measure, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepVerdict:
+class StepVerdict(msgspec.Struct, frozen=True):
     """The decision on `step` of `generation`: all servers scale the gradient by `scale`, or skip the step (None).
 
     `norm` is that of the mean gradient, before clipping; `loss_scale` what losses were multiplied by. With `stops`
@@ -119,7 +117,7 @@ class Rule:
         if found.whole or not self.examines:
             return found
         a_lower_scale_may_help = self.scaled and loss_scale > 1.0 and not losses
-        return replace(found, scale=None, stops=self.stops and not a_lower_scale_may_help)
+        return msgspec.structs.replace(found, scale=None, stops=self.stops and not a_lower_scale_may_help)
 
 
 def phrase(losses: Sequence[int], gradients: Sequence[int], parameter: str) -> str:

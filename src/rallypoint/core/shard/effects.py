@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from rallypoint.core.shard.events import Chosen, Ticket
 
 
-@dataclass(frozen=True, slots=True)
-class InstallFirst:
+class InstallFirst(msgspec.Struct, frozen=True):
     """Make the ticket's payload the shard's first version."""
 
     ticket: Ticket
     version: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
+class Take(msgspec.Struct, frozen=True):
     """Keep the ticket's payload as a part of the sum (on a backup: the payload is the finished gradient).
 
     It is the sum of `count` replicas, the first of which is `at`. One replica's payload is multiplied by `weight`; a
@@ -32,23 +30,20 @@ class Take:
     early: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Merge:
+class Merge(msgspec.Struct, frozen=True):
     """Add the part that begins at replica `right` to the one that begins at `left`: they are siblings in the tree."""
 
     left: int
     right: int
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(msgspec.Struct, frozen=True):
     """Drop the part of the sum that begins at replica `at`: a larger block has its replicas."""
 
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class OnTime:
+class OnTime(msgspec.Struct, frozen=True):
     """The part that begins at replica `at` is not early any more.
 
     A part is early while a lower replica is missing. Only so many bytes of early parts are taken without slowing down
@@ -58,8 +53,7 @@ class OnTime:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
+class Add(msgspec.Struct, frozen=True):
     """Add the ticket's payload times `weight` to the sum. `base`: see Take."""
 
     ticket: Ticket
@@ -67,29 +61,25 @@ class Add:
     base: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(msgspec.Struct, frozen=True):
     """Keep the ticket's payload for later. `credit`: its sender may send on, whatever is held already."""
 
     ticket: Ticket
     credit: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(msgspec.Struct, frozen=True):
     """The ticket's payload is not needed. `fault` is the sender's error as a sentence; empty for a harmless repeat."""
 
     ticket: Ticket
     fault: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Abandon:
+class Abandon(msgspec.Struct, frozen=True):
     """Discard the sum in progress, if there is one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """The sum of `step` is complete: divide it by `total_weight`. With `measure`, look at it: a decision is awaited.
 
     `not_finite` are the replicas whose loss was not finite; `gradients` those whose contribution was not finite.
@@ -103,8 +93,7 @@ class Finish:
     gradients: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(msgspec.Struct, frozen=True):
     """Apply the finished mean gradient, times `scale`; the result is `version`. None: leave the parameters unchanged.
 
     `step` is the position in the learning-rate schedule; `rate` multiplies the schedule's rate. Keep the wire copies
@@ -125,8 +114,7 @@ class Apply:
     reductions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """Send `version` to a follower: the parameters for `replica`'s step `clock`.
 
     `last`: it is the job's last version, and nothing follows.
@@ -139,8 +127,7 @@ class Reply:
     last: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TellWait:
+class TellWait(msgspec.Struct, frozen=True):
     """Tell a follower that `replica`'s step `clock` has to wait.
 
     The follower may have another replica that is further behind and can be computed now.
@@ -151,20 +138,17 @@ class TellWait:
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(msgspec.Struct, frozen=True):
     """The sum may be applied now, but can still take queued contributions. Send Fold when none are queued."""
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(msgspec.Struct, frozen=True):
     """Send version `version` to every follower."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
+class Fill(msgspec.Struct, frozen=True):
     """Send the whole state, at `version`, to the backup (or to the third server)."""
 
     version: int
@@ -172,15 +156,13 @@ class Fill:
     clocks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Prove:
+class Prove(msgspec.Struct, frozen=True):
     """Ask the backup whether it holds the state at `version` already: whether its digest is the same."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Acknowledge:
+class Acknowledge(msgspec.Struct, frozen=True):
     """Tell the primary that this backup has `version`; with `chosen`, also the choice of contributions to the next one.
 
     `differs`: it was asked whether it has it, and does not.
@@ -191,16 +173,14 @@ class Acknowledge:
     differs: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BackupCaughtUp:
+class BackupCaughtUp(msgspec.Struct, frozen=True):
     """Report that the backup (or the third server) has all published versions and will have each later one first: it
     may be promoted."""
 
     incoming: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureShard:
+class CaptureShard(msgspec.Struct, frozen=True):
     """Keep the state for the snapshot, as it is now at `version`; with its clocks, which go on before it is copied.
 
     With `missed` it is too late: the shard has passed the wanted version and is at `version`.
@@ -211,8 +191,7 @@ class CaptureShard:
     clocks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True):
     """An audited contribution is accepted: `agreed` have sent these bytes, `lost` have sent others."""
 
     step: int
@@ -221,8 +200,7 @@ class Accepted:
     lost: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Disputed:
+class Disputed(msgspec.Struct, frozen=True):
     """The workers `heard` have sent different bytes for an audited contribution: it waits for another opinion."""
 
     step: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from rallypoint.core.sums import Block
 
@@ -10,16 +10,14 @@ Ticket = int  # names a payload; the shell maps it to a buffer
 EVERYTHING = -1  # in place of a replica: the follower wants the last version of the job
 
 
-@dataclass(frozen=True, slots=True)
-class Initialise:
+class Initialise(msgspec.Struct, frozen=True):
     """The first worker uploads the shard's first version, from which all workers start."""
 
     ticket: Ticket
     version: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Contribute:
+class Contribute(msgspec.Struct, frozen=True):
     """A contribution arrived, named by (shard, step, block): the sum of `count` replicas, the first of which is
     `replica`.
 
@@ -47,8 +45,7 @@ class Contribute:
         return Block(self.replica, self.replica + self.count)
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(msgspec.Struct, frozen=True):
     """A follower wants the parameters for `replica`'s next step, or (EVERYTHING) the last version of the job.
 
     It replaces the follower's earlier Want.
@@ -58,36 +55,31 @@ class Want:
     replica: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unfollowed:
+class Unfollowed(msgspec.Struct, frozen=True):
     """A follower disconnected."""
 
     follower: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fold:
+class Fold(msgspec.Struct, frozen=True):
     """No more contributions are queued: apply the sum in progress."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decide:
+class Decide(msgspec.Struct, frozen=True):
     """The decision of all servers on this step: apply with the gradient scaled by `scale`, or skip (None)."""
 
     step: int
     scale: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """The shard's whole state at `version` is loaded: on a primary from a snapshot, on a backup from the primary."""
 
     version: int
     clocks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Replicated:
+class Replicated(msgspec.Struct, frozen=True):
     """The primary's update of version `step` arrived: the finished, scaled gradient; with `skip`, nothing changes.
 
     Under a streaming policy it was `replica`'s contribution, applied at `rate` times the learning rate.
@@ -100,8 +92,7 @@ class Replicated:
     rate: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(msgspec.Struct, frozen=True):
     """The primary tells who has a copy which contributions are in the finished sum of `step`, in the order of adding.
     (It is an effect there, and an event here.)"""
 
@@ -109,8 +100,7 @@ class Chosen:
     replicas: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Acked:
+class Acked(msgspec.Struct, frozen=True):
     """The backup acknowledged `version`; with `chosen`, also the choice of contributions that make the next one.
 
     `incoming`: not the backup but the third server did, which is filled beside it (`View.incoming`). `differs`: it was
@@ -123,16 +113,14 @@ class Acked:
     differs: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(msgspec.Struct, frozen=True):
     """The primary asked whether this backup holds its state at `version`: the digests were the `same`, or not."""
 
     version: int
     same: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Assigned:
+class Assigned(msgspec.Struct, frozen=True):
     """A new view says whether this server is the shard's primary and whether there is a backup.
 
     `fresh` is True if that backup is new and has no state yet. `proven`: it, or this server if it is the backup, holds
@@ -149,15 +137,13 @@ class Assigned:
     incoming_fresh: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class FillBackup:
+class FillBackup(msgspec.Struct, frozen=True):
     """Send the backup (or the third server) the whole state now. Only a few are filled at once."""
 
     incoming: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureAt:
+class CaptureAt(msgspec.Struct, frozen=True):
     """A snapshot needs the shard's state at `version`; with `any_version`, as it is now."""
 
     version: int

@@ -82,8 +82,7 @@ class Pairs:
 # What a server's machine needs to know of the job.
 
 
-@dataclass(frozen=True, slots=True)
-class ServerPlan:
+class ServerPlan(msgspec.Struct, frozen=True):
     """What the machine needs to know of the job.
 
     `expected[i]` replicas contribute to shard i, `rounds` times each; staggered, as often as `cadence` says. To the
@@ -96,13 +95,13 @@ class ServerPlan:
     expected: Sequence[int]
     measured: frozenset[int]
     decides: frozenset[int]
-    rule: Rule = field(default_factory=Rule)
+    rule: Rule = msgspec.field(default_factory=Rule)
     rounds: int = 0
     buffer_policy: Policy | None = None  # None: the same as for the parameters
     compensates: bool = False
     cadence: Cadence = TOGETHER
     audits: Audits | None = None
-    carried: Mapping[int, int] = field(default_factory=dict)
+    carried: Mapping[int, int] = {}
     keyed: bool = False  # each shard counts its own updates, and any worker may begin it
 
     def rounds_of(self, index: int) -> int:
@@ -130,37 +129,32 @@ FILLS_AT_ONCE = 2  # whole states in transit to backups at a time: limits their 
 # ---- effects beside those of a shard ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Own:
+class Own(msgspec.Struct, frozen=True):
     """Allocate room for a shard."""
 
     shard: int
 
 
-@dataclass(frozen=True, slots=True)
-class Disown:
+class Disown(msgspec.Struct, frozen=True):
     """Release a shard and everything that is held for it."""
 
     shard: int
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(msgspec.Struct, frozen=True):
     """Read these shards from the snapshot `origin`, then send each a Loaded event."""
 
     shards: tuple[int, ...]
     origin: str
 
 
-@dataclass(frozen=True, slots=True)
-class TellNotFinite:
+class TellNotFinite(msgspec.Struct, frozen=True):
     """Tell the coordinator that a sum of this server was not finite: it was dropped, or the job must stop."""
 
     verdict: StepVerdict
 
 
-@dataclass(frozen=True, slots=True)
-class TellDisproved:
+class TellDisproved(msgspec.Struct, frozen=True):
     """Tell the coordinator that the backup of this shard does not hold `version`, which it has acknowledged, as the two
     were in the view `paired`."""
 
@@ -169,8 +163,7 @@ class TellDisproved:
     paired: ViewNumber
 
 
-@dataclass(frozen=True, slots=True)
-class On:
+class On(msgspec.Struct, frozen=True):
     """An effect on one shard."""
 
     shard: int

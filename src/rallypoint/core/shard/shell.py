@@ -8,8 +8,10 @@ an effect's receiver, ask `followers`, `workers` or `peers`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
+
+from msgspec.structs import replace
 
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events

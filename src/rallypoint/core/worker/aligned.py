@@ -23,35 +23,8 @@ from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.sums import Part, Presum, leaf
 from rallypoint.core.typed import HasSent
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.worker.slots import (
-    Action,
-    Arriving,
-    Assisted,
-    Compute,
-    DropArriving,
-    Effect,
-    Event,
-    Fetch,
-    Filled,
-    Follow,
-    Install,
-    Installed,
-    Land,
-    Landed,
-    LinkLost,
-    LinkUp,
-    ReplicaAbandoned,
-    ReplicaComputed,
-    Send,
-    Slot,
-    SlotMachine,
-    SlotSent,
-    ToWait,
-    Unanimity,
-    UploadFirst,
-    Versions,
-    Viewed,
-)
+from rallypoint.core.worker import slots
+from rallypoint.core.worker.slots import Action, Effect, Event, Slot, SlotMachine, Unanimity, Versions
 
 
 @dataclass(slots=True)
@@ -142,14 +115,14 @@ class WorkerMachine(SlotMachine):
     def next_action(self) -> Action | None:
         """The main thread's next action; None when it has to wait. Changes nothing that can be seen: see `is_owed`."""
         if self._initialise:
-            return UploadFirst() if self._may_initialise else None
+            return slots.UploadFirst() if self._may_initialise else None
         if self.complete:
-            return Install(self.target)
+            return slots.Install(self.target)
         if not 0 <= self.step < self.steps or self._versions.newest.lowest < 0:
             return None  # no shard's version is known: this step may be over
         for replica in self.assigned:
             if is_owed(self, replica) and any(self._needs(shard, replica) for shard in range(self.shards)):
-                return Compute(self.step, replica)
+                return slots.Compute(self.step, replica)
         return None
 
     @property
@@ -214,39 +187,39 @@ class WorkerMachine(SlotMachine):
     def handle(self, event: Event) -> list[Effect]:
         """Take one event; return the effects, to be run in order."""
         match event:
-            case Filled(shard=shard, part=part):
+            case slots.Filled(shard=shard, part=part):
                 return self._filled(shard, part)
-            case SlotSent(shard=shard, serial=serial):
+            case slots.SlotSent(shard=shard, serial=serial):
                 self._slots.sent(shard, serial)
                 return self._seek(shard)
-            case Arriving():
+            case slots.Arriving():
                 return self._arriving(event)
-            case Landed(shard=shard):
+            case slots.Landed(shard=shard):
                 if self._slots[shard] is Slot.LANDING:
                     self._slots[shard] = Slot.LANDED
                 return self._seek() if self._versions.held[shard] != self.cadence.next_due(shard, self.target) else []
-            case ReplicaComputed() | ReplicaAbandoned():
+            case slots.ReplicaComputed() | slots.ReplicaAbandoned():
                 self._computing, self._wanted, self.rewound = None, frozenset(), False
                 self._slots.free(Slot.FILLING)
                 return self._seek()
-            case Installed():
+            case slots.Installed():
                 return self._installed()
-            case ToWait():
+            case slots.ToWait():
                 return []  # only servers of streaming jobs make a replica wait
-            case Assisted(step=step, replica=replica):
+            case slots.Assisted(step=step, replica=replica):
                 if step == self.step:
                     self._assists.add(replica)
                 return []
-            case LinkUp(server=server):
+            case slots.LinkUp(server=server):
                 self._links.add(server)
-                return [Follow(server)] if self.following else []
-            case LinkLost(server=server):
+                return [slots.Follow(server)] if self.following else []
+            case slots.LinkLost(server=server):
                 self._links.discard(server)
                 if self._uploads_first_weights() and any(self._versions.newest[s] < 0 for s in self._at([server])):
                     self._initialise = True  # the uploaded weights may be lost: upload again
                 self._forget(self._at([server]))
                 return []
-            case Viewed(view=view):
+            case slots.Viewed(view=view):
                 return self._viewed(view)
 
     def _filled(self, shard: int, part: Part | None) -> list[Effect]:
@@ -263,16 +236,16 @@ class WorkerMachine(SlotMachine):
             self._slots[shard] = Slot.FREE
             return self._seek()
         own, serial = self.cadence.updates_before(shard, self.step), self._slots.queue(shard)
-        return [Send(shard, own, block.start, home, serial, self._number, count=block.size)]
+        return [slots.Send(shard, own, block.start, home, serial, self._number, count=block.size)]
 
-    def _arriving(self, event: Arriving) -> list[Effect]:
+    def _arriving(self, event: slots.Arriving) -> list[Effect]:
         shard, version = event.shard, self.cadence.round_of(event.shard, event.version)
         if self.view is None or event.view < self.view.generation:
-            return [DropArriving(shard)]
+            return [slots.DropArriving(shard)]
         if event.begins and self.step >= 0:
             # It begins a generation whose view this worker has not received yet. The view opens new links, and the
             # server sends this again.
-            return [DropArriving(shard)]
+            return [slots.DropArriving(shard)]
         before = self.target
         self._versions.exists(shard, version, whole=event.whole)
         target = self.target
@@ -283,9 +256,9 @@ class WorkerMachine(SlotMachine):
         if usable and expected and self._versions.has_room(shard, right):
             self._slots[shard] = Slot.LANDING
             self._versions.held[shard] = version
-            landing: list[Effect] = [Land(shard)]
+            landing: list[Effect] = [slots.Land(shard)]
             return landing if target == before else [*landing, *self._seek()]
-        return [DropArriving(shard), *self._seek()]
+        return [slots.DropArriving(shard), *self._seek()]
 
     def _installed(self) -> list[Effect]:
         if self._installing < 0:  # a new generation began during the install
@@ -321,8 +294,8 @@ class WorkerMachine(SlotMachine):
         self.following = following
         if begins:
             self._versions.unknown()
-        news: list[Effect] = [Follow(server, following) for server in sorted(self._links)] if begins or ends else []
-        return [*news, *self._seek()]
+        changed = sorted(self._links) if begins or ends else ()
+        return [*(slots.Follow(server, following) for server in changed), *self._seek()]
 
     def _rewind(self, view: View) -> None:
         """A new generation starts from `view.origin`: drop everything of the old one."""
@@ -367,7 +340,7 @@ class WorkerMachine(SlotMachine):
             wanted = self._versions.wanted(shard, target) and self._changes(shard, target)
             if wanted and self._home(shard) in self._links:
                 self._versions.asked[shard] = self.cadence.next_due(shard, target)
-                effects.append(Fetch(shard, self.cadence.updates_before(shard, target), self._home(shard)))
+                effects.append(slots.Fetch(shard, self.cadence.updates_before(shard, target), self._home(shard)))
         return effects
 
     def validate(self) -> None:
@@ -471,7 +444,7 @@ class OverlapMachine(WorkerMachine):
             return None
         if any(is_owed(self, replica) for replica in self.assigned):
             return None
-        return Compute(*upcoming)
+        return slots.Compute(*upcoming)
 
     def here(self, shards: Iterable[int]) -> bool:
         """True if these shards of the version that is being installed are in the model, or complete in their slots."""
@@ -486,7 +459,7 @@ class OverlapMachine(WorkerMachine):
 
     def take(self, action: Action | None) -> bool:
         """Like SlotMachine's. A `Compute` of the next step begins its forward pass early."""
-        begins_early = isinstance(action, Compute) and action.step == self.step + 1
+        begins_early = isinstance(action, slots.Compute) and action.step == self.step + 1
         if not SlotMachine.take(self, action):
             return False
         if begins_early:
@@ -506,14 +479,14 @@ class OverlapMachine(WorkerMachine):
     # ---- events ----
 
     def handle(self, event: Event) -> list[Effect]:
-        if isinstance(event, (Filled, SlotSent, Landed)):
+        if isinstance(event, (slots.Filled, slots.SlotSent, slots.Landed)):
             return WorkerMachine.handle(self, event)  # of one shard: nothing that is early becomes stale by it
         early = self.early
-        if isinstance(event, ReplicaAbandoned):
+        if isinstance(event, slots.ReplicaAbandoned):
             self._installing = -1 if early else self._installing
             self._swapped_back()
         effects = WorkerMachine.handle(self, event)
-        if early and isinstance(event, Installed):
+        if early and isinstance(event, slots.Installed):
             assert self._computing is not None
             self._begin_replica(self._computing)  # the forward pass goes on; now its gradients are wanted
         elif self.early and self._is_stale(event):
@@ -529,9 +502,9 @@ class OverlapMachine(WorkerMachine):
     def _is_stale(self, event: Event) -> bool:
         """True if `event` means that the forward pass that began early must be given up."""
         match event:
-            case Arriving():
+            case slots.Arriving():
                 return self._versions.newest.lowest > self._installing  # every shard is past it
-            case Viewed() | LinkUp() | Assisted():
+            case slots.Viewed() | slots.LinkUp() | slots.Assisted():
                 assert self.view is not None
                 if self._computing not in self.view.replicas_of(self.me, self._installing):
                     return True

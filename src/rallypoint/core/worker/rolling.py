@@ -22,26 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core.view import View
-from rallypoint.core.worker.slots import (
-    Action,
-    Arriving,
-    DropArriving,
-    Effect,
-    Event,
-    Fetch,
-    Filled,
-    Follow,
-    Land,
-    Landed,
-    LinkLost,
-    LinkUp,
-    Send,
-    Slot,
-    SlotMachine,
-    SlotSent,
-    UploadFirst,
-    Viewed,
-)
+from rallypoint.core.worker import slots
+from rallypoint.core.worker.slots import Action, Effect, Event, Slot, SlotMachine
 
 
 @dataclass(slots=True)
@@ -72,7 +54,7 @@ class RollingMachine(SlotMachine):
 
     def next_action(self) -> Action | None:
         """Initialise, if this worker uploads the first versions; None otherwise. Changes nothing."""
-        return UploadFirst() if self._initialise and self._may_initialise else None
+        return slots.UploadFirst() if self._initialise and self._may_initialise else None
 
     @property
     def assigned(self) -> Sequence[int]:
@@ -118,27 +100,27 @@ class RollingMachine(SlotMachine):
 
     def handle(self, event: Event) -> list[Effect]:
         match event:
-            case Filled(shard=shard):
+            case slots.Filled(shard=shard):
                 return self._filled(shard)
-            case SlotSent(shard=shard, serial=serial):
+            case slots.SlotSent(shard=shard, serial=serial):
                 self._slots.sent(shard, serial)
                 return self._seek(shard)
-            case Arriving():
+            case slots.Arriving():
                 return self._arriving(event)
-            case Landed(shard=shard):
+            case slots.Landed(shard=shard):
                 if self._slots[shard] is Slot.LANDING:
                     self._slots[shard] = Slot.LANDED
                 return []
-            case LinkUp(server=server):
+            case slots.LinkUp(server=server):
                 self._links.add(server)
-                return [Follow(server)]
-            case LinkLost(server=server):
+                return [slots.Follow(server)]
+            case slots.LinkLost(server=server):
                 self._links.discard(server)
                 if self._uploads_first_weights() and any(self._newest[shard] < 0 for shard in self._at([server])):
                     self._initialise = True  # the upload may be lost: do it again
                 self._forget(self._at([server]))
                 return []
-            case Viewed(view=view):
+            case slots.Viewed(view=view):
                 return self._viewed(view)
             case _:
                 return []  # nothing is computed, so nothing else can come
@@ -161,12 +143,12 @@ class RollingMachine(SlotMachine):
             return []
         self._contributed[shard] = True
         serial = self._slots.queue(shard)
-        return [Send(shard, self.at[shard], self.number, home, serial, self._number)]
+        return [slots.Send(shard, self.at[shard], self.number, home, serial, self._number)]
 
-    def _arriving(self, event: Arriving) -> list[Effect]:
+    def _arriving(self, event: slots.Arriving) -> list[Effect]:
         shard, version = event.shard, event.version
         if self.view is None or event.view < self.view.generation:
-            return [DropArriving(shard)]
+            return [slots.DropArriving(shard)]
         self._newest[shard] = max(self._newest[shard], version)
         if version > self.at[shard] + 1:
             self.broken = self.broken or "sums were made without this worker: it has come too late"
@@ -174,8 +156,8 @@ class RollingMachine(SlotMachine):
             self._asked[shard] = -1
         if version == self.at[shard] + 1 and self._slots[shard] is Slot.FREE:
             self._slots[shard], self._held[shard] = Slot.LANDING, version
-            return [Land(shard)]
-        return [DropArriving(shard), *self._seek(shard)]
+            return [slots.Land(shard)]
+        return [slots.DropArriving(shard), *self._seek(shard)]
 
     def _seek(self, shard: int) -> list[Effect]:
         """Fetch the version to take next if it exists, is not here, and was not fetched."""
@@ -185,7 +167,7 @@ class RollingMachine(SlotMachine):
         if home not in self._links:
             return []
         self._asked[shard] = right
-        return [Fetch(shard, right, home)]
+        return [slots.Fetch(shard, right, home)]
 
     def _viewed(self, view: View) -> list[Effect]:
         rerouted = self.view is not None and view.number == self.view.number and view.primary != self.view.primary

@@ -15,15 +15,20 @@ Adopt a view in three steps, because links have to end before the machine gets t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 
+from rallypoint.core.audits import Audits
+from rallypoint.core.cadence import TOGETHER, Cadence
+from rallypoint.core.modes import ModeTraits, Pace, StateHolder
+from rallypoint.core.sums import Presum
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker import slots
-from rallypoint.core.worker.aligned import WorkerMachine, is_between
+from rallypoint.core.worker.aligned import OverlapMachine, WorkerMachine, is_between
 from rallypoint.core.worker.ending import Ending, LeasedVersion, Reaching
-from rallypoint.core.worker.handover import Key, NoCodecStates, Paths
+from rallypoint.core.worker.handover import CodecStateCustody, Key, NoCodecStates, Paths
 from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.streaming import StreamMachine
 
@@ -487,3 +492,60 @@ def _came_back(worker: str, before: View, view: View) -> bool:
 
 def _incarnation(view: View, worker: str) -> int:
     return next((member.incarnation for member in view.workers if member.id == worker), -1)
+
+
+# ---- A worker's shell, from the mode's description. Nothing else in `core/worker` reads that ----
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """What a worker's machine and links need to know of the job.
+
+    Attributes:
+        shards: the number of shards.
+        buffer_shards: the shards to which only one replica contributes: replica 0, or the one in `carried`.
+        rounds: the job's last version.
+        mode: the description of the mode.
+        cadence: the shards that each round updates.
+        codec_state_shards: the shards whose codec has a state for each replica.
+        presum: what the worker adds up before it sends it.
+        overlaps: a forward pass may begin before all of its version is here.
+        audits: the contributions that a second worker computes too; None: there are none.
+        carried: by shard of carried state, the replica that carries it.
+        sums: a version of a shard is a sum, and each shard goes on by itself (`RollingMachine`).
+    """
+
+    shards: int
+    buffer_shards: frozenset[int]
+    rounds: int
+    mode: ModeTraits
+    cadence: Cadence = TOGETHER
+    codec_state_shards: tuple[int, ...] = ()
+    presum: tuple[frozenset[int], int, int] = (frozenset(), 1, 1)  # see `core/sums.py`: Presum
+    overlaps: bool = False
+    audits: Audits | None = None
+    carried: Mapping[int, int] = field(default_factory=dict)
+    sums: bool = False
+
+
+def shell_for(me: str, plan: WorkerPlan) -> WorkerShell:
+    """Build the shell and machine of the worker `me`."""
+    states = CodecStateCustody(plan.codec_state_shards) if plan.codec_state_shards else NoCodecStates()
+    machine: Machine
+    snapshots = WorkerSnapshots()
+    match plan.mode.pace:
+        case Pace.OWN:
+            machine = StreamMachine(me, plan.shards, plan.buffer_shards, plan.rounds)
+        case Pace.ROUNDS if plan.sums:
+            machine = RollingMachine(me, plan.shards, plan.buffer_shards, plan.rounds)
+        case Pace.ROUNDS:
+            machine = (OverlapMachine if plan.overlaps else WorkerMachine)(
+                me, plan.shards, plan.buffer_shards, plan.rounds, cadence=plan.cadence,
+                in_order=plan.mode.holder is StateHolder.WORKERS, presum=Presum(*plan.presum),
+                audits=plan.audits, carried=plan.carried,
+            )  # fmt: skip
+            if plan.mode.holder is StateHolder.WORKERS:
+                snapshots = ModelShares()
+            elif states.kept:
+                snapshots = CodecStateSnapshots(machine, plan.codec_state_shards)
+    return WorkerShell(machine, states, snapshots)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+import msgspec
+
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.sums import Part, Presum
 from rallypoint.core.view import View, ViewNumber
@@ -78,63 +80,54 @@ class Slots(list[Slot]):
 # ---- events ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Viewed:
+class Viewed(msgspec.Struct, frozen=True):
     """A new view. Links to servers that it replaces have ended already: their threads use no slot any more."""
 
     view: View
 
 
-@dataclass(frozen=True, slots=True)
-class LinkUp:
+class LinkUp(msgspec.Struct, frozen=True):
     """The link to a server is up."""
 
     server: str
 
 
-@dataclass(frozen=True, slots=True)
-class LinkLost:
+class LinkLost(msgspec.Struct, frozen=True):
     """The link to a server has ended; its threads use no slot any more."""
 
     server: str
 
 
-@dataclass(frozen=True, slots=True)
-class Assisted:
+class Assisted(msgspec.Struct, frozen=True):
     """The coordinator asks this worker to compute a straggler's replica too (a backup task)."""
 
     step: int
     replica: int
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
+class Filled(msgspec.Struct, frozen=True):
     """The slot of `shard` holds the complete gradient of the replica in progress; `part`: added up as that says."""
 
     shard: int
     part: Part | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SlotSent:
+class SlotSent(msgspec.Struct, frozen=True):
     """The gradient that was queued with this serial number was sent: its bytes may be used again."""
 
     shard: int
     serial: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaComputed:
+class ReplicaComputed(msgspec.Struct, frozen=True):
     """The backward pass of the replica in progress is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaAbandoned:
+class ReplicaAbandoned(msgspec.Struct, frozen=True):
     """The main thread stopped computing the replica before its end, and writes no slot now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arriving:
+class Arriving(msgspec.Struct, frozen=True):
     """The header of a shard's version has arrived; its payload follows.
 
     Attributes:
@@ -154,23 +147,20 @@ class Arriving:
     begins: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ToWait:
+class ToWait(msgspec.Struct, frozen=True):
     """A server says that `replica`, whose next step is `clock`, has to wait for slower replicas."""
 
     replica: int
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(msgspec.Struct, frozen=True):
     """The version that the effect `Land` allowed has been received completely."""
 
     shard: int
 
 
-@dataclass(frozen=True, slots=True)
-class Installed:
+class Installed(msgspec.Struct, frozen=True):
     """The main thread has copied the landed version into the model: its step may begin."""
 
 
@@ -183,8 +173,7 @@ Event = (
 # ---- effects ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send the slot to `server` as this replica's contribution, with that view's number; report `SlotSent(serial)`.
 
     `step` is the shard's own version. The slot is the sum of `count` replicas, the first of which is `replica`. Under a
@@ -203,22 +192,19 @@ class Send:
     count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Land:
+class Land(msgspec.Struct, frozen=True):
     """Receive the arriving version into its slot."""
 
     shard: int
 
 
-@dataclass(frozen=True, slots=True)
-class DropArriving:
+class DropArriving(msgspec.Struct, frozen=True):
     """Read the arriving version's payload and drop it."""
 
     shard: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True):
     """Ask a shard's server for a version that was discarded, or missed, when it was sent."""
 
     shard: int
@@ -226,8 +212,7 @@ class Fetch:
     server: str
 
 
-@dataclass(frozen=True, slots=True)
-class Follow:
+class Follow(msgspec.Struct, frozen=True):
     """Ask a server for the newest version of each of its shards and for each later one; with `on=False`: for no more.
 
     An aggregator is told that all contributions from round `step` on go through it.
@@ -238,8 +223,7 @@ class Follow:
     step: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class AskNext:
+class AskNext(msgspec.Struct, frozen=True):
     """Ask a shard's server for the parameters of `replica`'s next step; it answers when its policy allows.
 
     With EVERYTHING in place of a replica: the parameters after the job's last step.
@@ -250,8 +234,7 @@ class AskNext:
     server: str
 
 
-@dataclass(frozen=True, slots=True)
-class Recall:
+class Recall(msgspec.Struct, frozen=True):
     """Ask the shard's primary for the codec state of a replica that this worker is about to compute."""
 
     shard: int
@@ -259,16 +242,14 @@ class Recall:
     server: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseState:
+class ReleaseState(msgspec.Struct, frozen=True):
     """Take the codec state of a replica that this worker no longer computes out of the encoder; keep it for `Give`."""
 
     shard: int
     replica: int
 
 
-@dataclass(frozen=True, slots=True)
-class Give:
+class Give(msgspec.Struct, frozen=True):
     """Send the released codec state to the shard's primary, or the message that there is nothing new."""
 
     shard: int
@@ -276,13 +257,11 @@ class Give:
     server: str
 
 
-@dataclass(frozen=True, slots=True)
-class ResetCodecs:
+class ResetCodecs(msgspec.Struct, frozen=True):
     """Drop all codec states of the encoder: a new generation has begun."""
 
 
-@dataclass(frozen=True, slots=True)
-class GiveCopy:
+class GiveCopy(msgspec.Struct, frozen=True):
     """Send the shard's primary a copy of the codec state with which the contribution to `step` is encoded."""
 
     shard: int
@@ -299,42 +278,36 @@ Effect = Send | Land | DropArriving | Fetch | Follow | AskNext | CodecEffect
 # ---- what to do next -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class UploadFirst:
+class UploadFirst(msgspec.Struct, frozen=True):
     """Push the model's own weights as version 0 of everything."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(msgspec.Struct, frozen=True):
     """Compute this replica of this step."""
 
     step: int
     replica: int
 
 
-@dataclass(frozen=True, slots=True)
-class Install:
+class Install(msgspec.Struct, frozen=True):
     """All shards of `version` have landed: copy them into the model."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The model holds `version`, and the job ends with it. Not said again after `Ending.take`."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluate:
+class Evaluate(msgspec.Struct, frozen=True):
     """Evaluate `version`, which may not exist yet: it is leased to this worker."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(msgspec.Struct, frozen=True):
     """Store this worker's share of a snapshot: the model is at `version`, or past it.
 
     The share is every n-th shard. Example: `writers` are (w0, w1, w2); w1 stores shards 1, 4, 7, ...

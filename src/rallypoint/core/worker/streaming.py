@@ -19,33 +19,8 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.shard.events import EVERYTHING
 from rallypoint.core.view import View
-from rallypoint.core.worker.slots import (
-    Action,
-    Arriving,
-    AskNext,
-    Assisted,
-    Compute,
-    DropArriving,
-    Effect,
-    Event,
-    Filled,
-    Install,
-    Installed,
-    Land,
-    Landed,
-    LinkLost,
-    LinkUp,
-    ReplicaAbandoned,
-    ReplicaComputed,
-    Send,
-    Slot,
-    SlotMachine,
-    SlotSent,
-    ToWait,
-    Unanimity,
-    UploadFirst,
-    Viewed,
-)
+from rallypoint.core.worker import slots
+from rallypoint.core.worker.slots import Action, Effect, Event, Slot, SlotMachine, Unanimity
 
 
 @dataclass(slots=True)
@@ -100,13 +75,13 @@ class StreamMachine(SlotMachine):
 
     def next_action(self) -> Action | None:
         if self._initialise:
-            return UploadFirst() if self._may_initialise else None
+            return slots.UploadFirst() if self._may_initialise else None
         if self._computing is not None or self._installing >= 0:
             return None
         left = self._ready and any(self._is_left(s) and self._home(s) in self._links for s in range(self.shards))
         if left and self._current is not None:
-            return Compute(self.step, self._current)
-        return Install(self._landed_clock) if self.complete else None
+            return slots.Compute(self.step, self._current)
+        return slots.Install(self._landed_clock) if self.complete else None
 
     @property
     def complete(self) -> bool:
@@ -132,37 +107,37 @@ class StreamMachine(SlotMachine):
 
     def handle(self, event: Event) -> list[Effect]:
         match event:
-            case Filled(shard=shard):
+            case slots.Filled(shard=shard):
                 return self._filled(shard)
-            case SlotSent(shard=shard, serial=serial):
+            case slots.SlotSent(shard=shard, serial=serial):
                 self._slots.sent(shard, serial)
                 return []
-            case Arriving():
+            case slots.Arriving():
                 return self._arriving(event)
-            case Landed(shard=shard):
+            case slots.Landed(shard=shard):
                 if self._slots[shard] is Slot.LANDING:
                     self._slots[shard] = Slot.LANDED
                 return self._check_clock()
-            case ReplicaComputed() | ReplicaAbandoned():
+            case slots.ReplicaComputed() | slots.ReplicaAbandoned():
                 return self._end_replica()
-            case Installed():
+            case slots.Installed():
                 return self._installed()
-            case LinkUp(server=server):
+            case slots.LinkUp(server=server):
                 self._links.add(server)
                 return self._ask()
-            case LinkLost(server=server):
+            case slots.LinkLost(server=server):
                 self._links.discard(server)
                 if self._uploads_first_weights() and any(self._answers[s] < 0 for s in self._at([server])):
                     self._initialise = True  # the uploaded weights may be lost: upload again
                 self._forget(self._at([server]))
                 return self._choose_again()  # a contribution may be lost, also after this worker's last step
-            case Viewed(view=view):
+            case slots.Viewed(view=view):
                 return self._viewed(view)
-            case ToWait(replica=replica, clock=clock):
+            case slots.ToWait(replica=replica, clock=clock):
                 # Never `steps`: only the answers of all shards tell that the replica is finished everywhere.
                 self._clocks[replica] = max(self._clocks.get(replica, 0), min(clock, self.steps - 1))
                 return self._choose_again()
-            case Assisted():
+            case slots.Assisted():
                 return []  # there are no backup tasks in streaming jobs
 
     def _filled(self, shard: int) -> list[Effect]:
@@ -174,7 +149,7 @@ class StreamMachine(SlotMachine):
         wants = self._following()
         self._asked[shard] = wants is not None
         serial, base = self._slots.queue(shard), self._bases[shard]
-        return [Send(shard, self.step, self._computing, home, serial, self._number, base=base, wants=wants)]
+        return [slots.Send(shard, self.step, self._computing, home, serial, self._number, base=base, wants=wants)]
 
     def _following(self) -> int | None:
         """The replica that comes after the one in progress; chosen once per step, named in each push."""
@@ -194,18 +169,18 @@ class StreamMachine(SlotMachine):
         self._current, self._ready = None, False
         return [*self._choose_again(), *self._ask()]
 
-    def _arriving(self, event: Arriving) -> list[Effect]:
+    def _arriving(self, event: slots.Arriving) -> list[Effect]:
         shard = event.shard
         if self.view is None or event.view < self.view.generation:
-            return [DropArriving(shard)]
+            return [slots.DropArriving(shard)]
         if event.replica != self._next or not self._asked[shard] or self._slots[shard] in (Slot.LANDING, Slot.LANDED):
-            return [DropArriving(shard)]  # not wanted (any more), or here already
+            return [slots.DropArriving(shard)]  # not wanted (any more), or here already
         if self._installing >= 0 or self._slots[shard] is not Slot.FREE:
             self._asked[shard] = False  # the slot is in use (its `SlotSent` may come after this answer): ask again
-            return [DropArriving(shard), *self._ask()]
+            return [slots.DropArriving(shard), *self._ask()]
         self._slots[shard] = Slot.LANDING
         self._answers[shard], self.landed[shard] = event.clock, event.version
-        return [Land(shard)]
+        return [slots.Land(shard)]
 
     def _check_clock(self) -> list[Effect]:
         """When all answers are here, learn the replica's clock; choose another replica if this one has finished."""
@@ -293,7 +268,7 @@ class StreamMachine(SlotMachine):
         for shard, slot in enumerate(self._slots):
             if slot not in (Slot.LANDING, Slot.LANDED) and not self._asked[shard] and self._home(shard) in self._links:
                 self._asked[shard] = True
-                effects.append(AskNext(shard, self._next, self._home(shard)))
+                effects.append(slots.AskNext(shard, self._next, self._home(shard)))
         return effects
 
     def validate(self) -> None:

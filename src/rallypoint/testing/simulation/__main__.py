@@ -28,9 +28,7 @@ def main(
     explain: Annotated[
         bool, typer.Option("--explain", help="Of --seed: which of its faults matter, and what led to its failure.")
     ] = False,
-    policy: Annotated[
-        str, typer.Option(help=f"One of {policies.WORDS}.")
-    ] = "sync",
+    policy: Annotated[str, typer.Option(help=f"One of {policies.WORDS}.")] = "sync",
 ) -> None:
     """Play seeded plans of faults on a simulated cluster, whatever happens: with `sync` the same bytes, else every
     contribution counted once; no stuck wait."""

@@ -27,8 +27,7 @@ from rallypoint.core.cluster.effects import FindSnapshot
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.placing.links import MeasuredLinks
-from rallypoint.core.plan.measured import LinkSpeeds
+from rallypoint.core.placing.links import LinkSpeeds, MeasuredLinks
 from rallypoint.core.protocol import Aborted, Finished, Hello, Message, Metrics, Report, Say, decode, encode
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError

@@ -13,7 +13,6 @@ from rallypoint.core.policy import Sync
 from rallypoint.core.protocol import Resize
 from rallypoint.core.view import View
 from rallypoint.server.job import ServerJob
-from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator, check_recorded
 from rallypoint.testing.simulation.keys import LEFT, KeyedWorker
 from rallypoint.testing.simulation.member import COORDINATOR, MALFORMED, SimulatedOrders, send_malformed
@@ -25,7 +24,7 @@ from rallypoint.testing.simulation.plan import Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, replay_line
 from rallypoint.testing.simulation.replicas.evaluations import check_evaluations
 from rallypoint.testing.simulation.replicas.script import ScriptStops
-from rallypoint.testing.simulation.server import SimulatedServer
+from rallypoint.testing.simulation.server import SimulatedAggregator, SimulatedServer
 from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.testing.simulation.worker import SimulatedWorker
 

@@ -17,7 +17,7 @@ from rallypoint.core.worker.ending import End
 from rallypoint.errors import SnapshotFailed
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotPart
-from rallypoint.testing.simulation.exchange import SimulatedExchange
+from rallypoint.testing.simulation.exchange import SimulatedExchange, SimulatedForward, SimulatedWords
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.names import NBYTES, TOKEN, payload_of
@@ -25,7 +25,6 @@ from rallypoint.testing.simulation.network import Node, PlayedThread, World
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, name_of
 from rallypoint.testing.simulation.replicas.evaluations import SimulatedEvaluations
 from rallypoint.testing.simulation.replicas.floats import ROWS
-from rallypoint.testing.simulation.replicas.forward import SimulatedForward, SimulatedWords
 from rallypoint.testing.simulation.replicas.inner import DelayedReplicas, InnerOptimizers
 from rallypoint.testing.simulation.replicas.script import Script
 from rallypoint.testing.simulation.store import SimulatedStore

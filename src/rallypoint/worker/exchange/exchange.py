@@ -28,7 +28,7 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.aligned import sent_of, unapplied
 from rallypoint.core.worker.ending import End
-from rallypoint.core.worker.factory import WorkerPlan, shell_for
+from rallypoint.core.worker.shell import WorkerPlan, shell_for
 from rallypoint.errors import RallypointError
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.pool import bytes_of, pinned_words, words_of_memory

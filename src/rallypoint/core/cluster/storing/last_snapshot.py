@@ -13,7 +13,7 @@ from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.modes import Feature
-from rallypoint.core.protocol import GiveUp, Held, Say
+from rallypoint.core.protocol import GiveUp, Held, NotStored, Release, Say, Snapshotted
 
 # So many seconds, and at least the patience of every other snapshot, it is waited for one more file. In the first of
 # them the last contributions have to be applied too.
@@ -24,8 +24,8 @@ PATIENCE_S = 10.0
 class LastSnapshot:
     """The end of a job that cannot go on.
 
-        begin -> phase FAILING, Capture -> all parts stored, Commit -> committed -> Abort
-              \\-> Abort, if there is nothing to store      \\-> a writer is lost, no file comes, released -> Abort
+        begin -> phase FAILING, Capture -> all parts stored, Commit -> committed -> Aborted
+              \\-> Aborted, if there is nothing to store    \\-> a writer is lost, no file comes, Release -> Aborted
 
     The last version is the one of the step at which a worker has failed, or the next one if it has sent every shard all
     that it owes at that step. Servers' reports may be on their way, so a shard that is past the version asked for names
@@ -104,14 +104,14 @@ class LastSnapshot:
                 if self.snapshots.shards_to_store(server, snapshot).intersection(shards):
                     self._news = course.now
                 return self.snapshots.stored(event)
-            case events.SnapshotLost(snapshot=snapshot, passed=passed) if taking := duty.under_way(snapshot):
+            case NotStored(snapshot=snapshot, passed=passed) if taking := duty.under_way(snapshot):
                 if passed > taking.version:
                     return self._further(passed)
                 return [Say(f"snapshot {snapshot} could not be taken: {event.reason}"), *self.end()]
-            case events.Committed(snapshot=snapshot) if duty.under_way(snapshot):
+            case Snapshotted(snapshot=snapshot) if duty.under_way(snapshot):
                 duty.complete(course.now)
                 return self.end()
-            case events.Released():
+            case Release():
                 return self.end()
             case events.Unlinked(member=member, reset=reset) if member in course.members:
                 course.members.unlinked(member)  # it may come back, and is told of the end then

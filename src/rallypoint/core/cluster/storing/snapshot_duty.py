@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rallypoint.core.cluster.events import SnapshotLost
 from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
 from rallypoint.core.job import JobRecord
+from rallypoint.core.protocol import NotStored
 
 CAPTURE_AHEAD = 3  # steps after the furthest one seen: no shard may be past the version when the request arrives
 SNAPSHOT_PATIENCE = 10  # heartbeats in which no file of a snapshot is stored, after which it is given up
@@ -159,7 +159,7 @@ class SnapshotDuty:
         self.held = False
         self._clocks.clear()
 
-    def given_up(self, now: float, missed: Sequence[str] = ()) -> SnapshotLost | None:
+    def given_up(self, now: float, missed: Sequence[str] = ()) -> NotStored | None:
         """The event to handle when nothing of the snapshot in progress was stored for too long; else None.
 
         A member may have missed the request, or its store hangs. `missed` are those that have not stored all of their
@@ -171,4 +171,4 @@ class SnapshotDuty:
         self.wanted = True
         whose = f" ({', '.join(missed)})" if missed else ""
         shards = f"{len(self.taking.missing)} of its shards{whose}"
-        return SnapshotLost(self.taking.id, f"{shards} are not stored, and none was for {patience:.0f} s")
+        return NotStored(self.taking.id, f"{shards} are not stored, and none was for {patience:.0f} s")

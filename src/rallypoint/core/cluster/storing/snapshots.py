@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rallypoint.core import protocol
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course, tunes_period
-from rallypoint.core.cluster.effects import Abort, Commit, Effect
+from rallypoint.core.cluster.effects import Commit, Effect
 from rallypoint.core.cluster.evaluations import awaits_decision, known_version, version_to_capture
 from rallypoint.core.cluster.state import Origin, Phase
 from rallypoint.core.cluster.storing.snapshot_duty import CAPTURE_AHEAD, SnapshotDuty, SnapshotInProgress
-from rallypoint.core.protocol import Capture, Held, Say, SnapshotEvery
+from rallypoint.core.protocol import Aborted, Capture, Held, NotStored, Say, SnapshotEvery
 
 _NO_FIRST = (
     "version 0 is not stored, so the job computes without a snapshot to go back to: until one is stored, a loss of "
@@ -42,17 +43,17 @@ class Snapshots:
     def handle(self, event: events.Event) -> list[Effect]:
         """Take one event; return the effects. Events that are not about snapshots do nothing."""
         match event:
-            case events.SnapshotOrdered():
+            case protocol.SnapshotWanted():
                 self.duty.ask()
                 return self.take_if_due()
             case events.Captured():
                 return self.stored(event)
-            case events.SnapshotLost(snapshot=snapshot) if self.duty.under_way(snapshot):
+            case NotStored(snapshot=snapshot) if self.duty.under_way(snapshot):
                 return self._lost(event)
-            case events.Released():
+            case protocol.Release():
                 self.duty.final = True
                 return []
-            case events.Committed(snapshot=snapshot) if self.duty.under_way(snapshot):
+            case protocol.Snapshotted(snapshot=snapshot) if self.duty.under_way(snapshot):
                 return self._committed(self.duty.complete(self.course.now))
             case _:
                 return []
@@ -172,10 +173,10 @@ class Snapshots:
             return []
         return self.take() if self.course.view is not None and self.course.view.orders.ending else []
 
-    def _lost(self, event: events.SnapshotLost) -> list[Effect]:
+    def _lost(self, event: NotStored) -> list[Effect]:
         version = self.duty.lost(event.passed, self.course.now)
         if event.passed > self.course.last and self._ending and self.course.views.orders.stop is not None:
-            return self.course.end(Abort(
+            return self.course.end(Aborted(
                 f"all workers have left their loops in the middle of a step, and a part of version {event.passed} "
                 "exists already: call run.stop() instead, and let the loop end by itself"
             ))  # fmt: skip
