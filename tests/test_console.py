@@ -183,7 +183,7 @@ def test_a_console_of_a_later_coordinator_counts_from_the_first_step_that_it_is_
     """The journal's step is of the last change of members: here step 3, long ago."""
     said, now = io.StringIO(), [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    shown = RunConsole(Console(file=said, width=200, highlight=False))
+    shown = RunConsole(Console(file=said, width=20, highlight=False))  # a file: no line is wrapped
     shown.later = True
     shown.show(msgspec.structs.replace(PLAN, done=3))
     for step in range(1479, 1500):

@@ -360,7 +360,7 @@ class RunConsole:
             case protocol.ScriptAt():
                 self._sums_made(self.state.script)
             case protocol.Metrics(step=step, values=values):
-                self.console.print(f"[cyan]step {step:>6}[/cyan]  {escape(_figures(values))}")
+                self.say(f"[cyan]step {step:>6}[/cyan]  {escape(_figures(values))}")
             case protocol.Say(text=text) if text.startswith(_REFUSED):
                 if text not in self._said:
                     self._said.add(text)
@@ -380,7 +380,7 @@ class RunConsole:
                     self.say(f"[dim]{escape(sentence)}[/dim]")
             case protocol.Resize(workers=workers, servers=servers):
                 to = [f"workers {workers}"] * (workers > 0) + [f"servers {servers}"] * (servers > 0)
-                self.console.print(f"changing the number of processes: {', '.join(to)}")
+                self.say(f"changing the number of processes: {', '.join(to)}")
                 self.sizes.put(message)
             case protocol.Drain():
                 self.sizes.put(message)
@@ -388,7 +388,7 @@ class RunConsole:
                 self._start = self.heard  # workers compute from now on
             case protocol.Snapshotted(nbytes=nbytes, seconds=seconds):
                 size = f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
-                self.console.print(f"[dim]snapshot of step {self.steps_stored}: {size} in {seconds:.1f} s[/dim]")
+                self.say(f"[dim]snapshot of step {self.steps_stored}: {size} in {seconds:.1f} s[/dim]")
             case _:
                 if state.ended == "failed":
                     self.failure = state.why
@@ -440,7 +440,7 @@ class RunConsole:
             self._said_done = True
             seconds = (state.over_at if state.over_at >= 0 else time.monotonic()) - self._start
             if state.of_sums:
-                self.console.print(
+                self.say(
                     f"[bold]done[/bold]: the scripts have ended after {_sums(state.script.sums)}, "
                     f"{state.script.nbytes / 1e6:,.1f} MB from each worker, in {seconds:.1f} s"
                 )
@@ -453,20 +453,20 @@ class RunConsole:
             items = plan.items * (last - state.began_at)
             if state.began_at:  # the others were an earlier run's
                 steps += f", of them {last - state.began_at} now"
-            self.console.print(
+            self.say(
                 f"[bold]done[/bold]: {steps}, {items:,} {escape(plan.item)} "
                 f"in {seconds:.1f} s ({items / max(seconds, 1e-9):,.0f} {escape(plan.item)}/s)"
             )
             for kind in ("steps", "contributions"):
                 if state.skipped[kind]:
-                    self.console.print(f"[yellow]{self._left_out(kind)}: a loss or a gradient was not finite[/yellow]")
+                    self.say(f"[yellow]{self._left_out(kind)}: a loss or a gradient was not finite[/yellow]")
             if state.accounted is not None:
-                self.console.print(account(state.accounted))
+                self.say(account(state.accounted))
 
     def _begin(self, plan: protocol.Planned) -> None:
         self._start = time.monotonic()
         if self.state.of_sums:
-            self.console.print(
+            self.say(
                 f"sums of {counted(len(plan.workers), 'worker')} on {counted(len(plan.servers), 'server')}; the "
                 "scripts decide when they end"
             )
@@ -479,7 +479,7 @@ class RunConsole:
             return
         replica = "contributor" if plan.loss == "never" else "replica"
         words = f"{plan.words:,}" if plan.words < 100_000 else f"{plan.words / 1e6:,.2f} M"
-        self.console.print(
+        self.say(
             f"[bold]{words}[/bold] parameters in {counted(plan.shards, 'shard')} on "
             f"{counted(len(plan.servers), 'server')}; {counted(plan.replicas, replica)} on "
             f"{counted(min(len(plan.workers), plan.replicas), 'worker')}; "
@@ -501,7 +501,7 @@ class RunConsole:
             self._progress.update(self._task, description=line)
         elif self.heard - self._last_plain >= _PLAIN_EVERY_S and script.sums != self._sums_printed:
             self._last_plain, self._sums_printed = self.heard, script.sums
-            self.console.print(line)
+            self.say(line)
 
     def _skipped_shown(self, skipped: protocol.Skipped) -> None:
         """Show the first one, and the 10th, the 100th and so on: many of them say no more than their number."""
@@ -538,7 +538,7 @@ class RunConsole:
             estimate = f"{self._rate(plan.item)}{left}" if here > 1 else ""
             logged = f"  {escape(_figures(done.figures))}" if done.figures else ""
             told, of = f"  loss {loss}" if loss else "", f"/{plan.steps}" if plan.steps else ""
-            self.console.print(f"step {state.step}{of}{told}{logged}{estimate}")
+            self.say(f"step {state.step}{of}{told}{logged}{estimate}")
 
     def _named(self, round: int) -> str:
         """Name one of the servers' rounds in the user's words: a step, or the steps of the round."""

@@ -116,7 +116,7 @@ def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edit
         console.close()
         number = interrupt.args[0] if isinstance(interrupt, Interrupted) else signal.SIGINT
         by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
-        console.console.print(f"[yellow]interrupted{by}: every process has been ended[/yellow]")
+        console.say(f"[yellow]interrupted{by}: every process has been ended[/yellow]")
         console.say_how_to_go_on(plan, failed=False)
         if number in engine.notices:
             console.say(escape(engine.run_again()))
@@ -235,7 +235,7 @@ class ClusterRun:
             return False
         self.console.holding = False
         interrupts.clear()
-        self.console.console.print("ending without the last version stored (again Ctrl-C ends every process)")
+        self.console.say("ending without the last version stored (again Ctrl-C ends every process)")
         self._observer.send(Release())
         return True
 
@@ -301,7 +301,7 @@ class ClusterRun:
         try:
             write_plan(self.plan)  # a later `rallypoint resume` starts with this size
         except UsageError as error:
-            self.console.console.print(f"[yellow]{escape(str(error))}: the new size is for this run only[/yellow]")
+            self.console.say(f"[yellow]{escape(str(error))}: the new size is for this run only[/yellow]")
 
     # ---- processes ----
 
@@ -388,7 +388,7 @@ class ClusterRun:
             if self._is_over and time.monotonic() - said > _SILENCE_S:
                 said = time.monotonic()
                 names = ", ".join(handle.command.name for handle in left)
-                self.console.console.print(f"the job is over; waiting for {names}, whose script goes on")
+                self.console.say(f"the job is over; waiting for {names}, whose script goes on")
 
     def _worth_waiting_for(self, waited: float) -> list[Handle]:
         workers = self.of_role("worker")
@@ -431,7 +431,7 @@ class ClusterRun:
                 said = now + _CLOSE_S  # once is enough
                 names = ", ".join(handle.command.name for handle in left)
                 whose = "their" if len(left) > 1 else "its"
-                self.console.console.print(f"the job is over; waiting for {names} to close {whose} files")
+                self.console.say(f"the job is over; waiting for {names} to close {whose} files")
             self._relay()
             time.sleep(_POLL_S)
 

@@ -351,7 +351,7 @@ def _under(plan: Launch, driver: Chaos, console: Console, *, overwrite: bool) ->
         try:
             return launch(plan, RunConsole(console), driver.intervene, overwrite=overwrite and not plan.resume)
         except _EverythingDied:
-            manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: console.print(text))
+            manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: console.print(text, markup=False))
             if manifest is None:
                 raise JobAborted("everything was killed before the first snapshot") from None
             console.rule(f"every process is dead: resuming from {manifest.id}")

@@ -185,7 +185,8 @@ def merge_trace(plan: Launch, console: RunConsole) -> None:
     spans = merge(parts, Path(plan.trace))
     for part in parts:
         part.unlink()
-    console.console.print(f"trace of {spans} spans in {plan.trace}: open it at https://ui.perfetto.dev")
+    about = f"trace of {spans} spans in {plan.trace}: open it at https://ui.perfetto.dev"
+    console.console.print(about, markup=False, soft_wrap=True)
 
 
 class Observers:
