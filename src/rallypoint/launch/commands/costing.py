@@ -42,6 +42,7 @@ from rallypoint.core.plan.failures import NEVER
 from rallypoint.core.plan.pipeline import step_cost
 from rallypoint.core.plan.site import PACED
 from rallypoint.core.plan.workload import SENT_BYTES, Layer, Workload, layers_of, transformer
+from rallypoint.core.typed import counted
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch.plan import option, read_plan
 from rallypoint.watch.follow import Follower
@@ -406,8 +407,9 @@ def compared(run: MeasuredRun, seconds: float) -> str:
         return f"the run {run.name} has done too few steps to compare with"
     links = "on such links the model says" if run.busiest else "on one machine; on such links the model says"
     return (
-        f"in {run.name} with {run.workers} workers and {run.servers} servers a step took {run.step:.3g} s, of which a "
-        f"replica computed {run.computed:.3g}, {links} {seconds:.3g} ({seconds / run.step - 1:+.0%})"
+        f"in {run.name} with {counted(run.workers, 'worker')} and {counted(run.servers, 'server')} a step took "
+        f"{run.step:.3g} s, of which a replica computed {run.computed:.3g}, {links} {seconds:.3g} "
+        f"({seconds / run.step - 1:+.0%})"
     )
 
 

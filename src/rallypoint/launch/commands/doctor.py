@@ -493,7 +493,7 @@ class Doctor:
             f"{facts.files:,} files may be open",
         ):
             self._console.print(f"      [dim]{escape(line)}[/dim]", soft_wrap=True)
-        self._tell(of_machine(facts), f"{facts.host}: no problem in these")
+        self._tell(of_machine(facts), f"{facts.host}: no problem in the lines above")
         if facts.kernels:
             self._tell([], f"{facts.host}: the probe computation gives {facts.kernels[:12]} (as on all like machines)")
         return facts
