@@ -902,7 +902,7 @@ def test_how_long_a_keeper_of_snapshots_takes_follows_from_the_act_and_not_from_
     )
     keeper: Any = SimpleNamespace(do=lambda act: tasks.put(("any words", lambda: None)))
     tasks = _Tasks(node, keeper)
-    commit: Any = CommitSnapshot.__new__(CommitSnapshot)
+    commit: Any = CommitSnapshot("a", 0, 0, None, {}, "")  # type: ignore[arg-type]
     for act in (Capture("a", 0), FindSnapshot(), Capture("b", 0), commit):
         keeper.do(act)
     assert delays == [0.0, 0.5, 0.5, 1.0]
