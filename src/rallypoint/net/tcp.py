@@ -77,7 +77,7 @@ def is_deaf(sock: socket.socket) -> bool:
     """True if the other machine, which may well send, has not acknowledged for `DEAD_AFTER_S` what was sent again and
     again: long packets are lost on the way, since a tunnel has begun or a host has a smaller MTU.
 
-    The time-out doubles with each repeat: when it is 3 s, it has been as long since the first one.
+    The time-out doubles with each repeat, so when it is 3 s the first packet was sent about as long ago.
     """
     retransmits, _, _, timeout, unacked, *_, window = _told(sock, _UNANSWERED) or (0,) * 9
     return bool(unacked and window) and retransmits > 2 and timeout / 1e6 > DEAD_AFTER_S
