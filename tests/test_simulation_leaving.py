@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.core.cluster import view_sequence
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.placing import view_change
 from rallypoint.core.placing.view_change import Copies
 from rallypoint.core.policy import AllReduce, BoundedStaleness, LocalSteps, Sync
 from rallypoint.testing.simulation import run
@@ -127,7 +127,7 @@ def _never_carried(*about: Any) -> set[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "bug"), [
     (Copies, "fill", _always_in_place),
-    (view_sequence, "carried", _never_carried),
+    (view_change, "carried", _never_carried),
 ], ids=["fill", "carried"])  # fmt: skip
 def test_a_shard_that_is_left_with_one_copy_while_it_moves_is_found(
     owner: Any, name: str, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
