@@ -119,7 +119,10 @@ class Staging:
 
     def write(self, slot: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
         """Copy (or add) `gradient` into `slot`, a CPU view of the same shape."""
-        slot.add_(gradient) if add else slot.copy_(gradient)
+        if add:
+            slot.add_(gradient)
+        else:
+            slot.copy_(gradient)
 
     def then(self, call: Callable[[], None]) -> None:
         """Run `call` once everything written so far is in its slot."""
