@@ -45,7 +45,7 @@ BUDGETS = {
     "rows of the feature table": 34,
     "refused pairs": 48,
     "fields of View": 18,
-    "lines": 77_388,
+    "lines": 77_393,
     "files": 311,
     "folders": 34,
     "classes that share their name": 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -109,8 +110,23 @@ class Picture:
         self.__array_interface__ = np.full((2, 2), value).__array_interface__
 
 
+class Cut:
+    """A picture whose file is cut: it is read when somebody looks at it."""
+
+    @property
+    def __array_interface__(self) -> Any:
+        raise OSError("image file is truncated")
+
+
+def test_a_sample_that_fails_when_it_is_looked_at_is_left_to_training() -> None:
+    unset, circle = object.__new__(Pair), Pair(torch.ones(1), [])
+    circle.label.append(circle)
+    for sample in (unset, circle, Cut()):
+        assert identity_of(Drawn(lambda i, sample=sample: sample)) == DataIdentity(50)  # type: ignore[misc]
+
+
 def test_objects_of_a_split_that_is_not_seeded_are_compared_too(caplog: pytest.LogCaptureFixture) -> None:
-    whole = [Pair(torch.full((3,), float(i)), {"at": Picture(i)}) for i in range(500)]
+    whole = [Pair(torch.full((3,), float(i)), UserDict(at=Picture(i))) for i in range(500)]
     first, other = (torch.utils.data.random_split(whole, [400, 100])[0] for _ in range(2))  # type: ignore[arg-type]
     assert "seed a random split" in str(difference(first, other))
     assert difference(first, first) is None

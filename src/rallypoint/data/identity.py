@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import logging
 import struct
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -93,10 +94,11 @@ def _digests(dataset: MapDataset, positions: list[int]) -> tuple[tuple[int, str]
     for position in positions:
         with seeded(derive_seed(0, "identity", position)):
             try:
-                (sample,) = fetch(dataset, [position])
+                digests.append((position, _digest_of(*fetch(dataset, [position]))))
+            except _Incomparable:
+                raise
             except Exception:
                 return ()  # training reads it again, and says what is wrong with it
-        digests.append((position, _digest_of(sample)))
     return tuple(digests)
 
 
@@ -120,7 +122,7 @@ def _add(digest: hashlib.blake2b, value: Any) -> None:
         digest.update(f"list {len(value)}".encode())
         for item in value:
             _add(digest, item)
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):  # or a tokenizer's BatchEncoding
         digest.update(f"dict {len(value)}".encode())
         for item in itertools.chain.from_iterable(value.items()):
             _add(digest, item)
